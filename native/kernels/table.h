@@ -1,0 +1,120 @@
+// The whole kernel surface: one table per instruction set, filled once (isa/*.cpp), chosen once (runtime/dispatch.cpp).
+// Kernels trust their arguments: sizes, alignment and types are checked where a program or a weight is built.
+#pragma once
+#include <cstddef>
+#include <cstdint>
+
+namespace quaff {
+
+// How the codes of a packed weight lie in memory. A panel is 16 output rows; within a panel groups of 32 k ascend.
+enum class Codes : int32_t {
+    kNibble = 0, // 256 bytes per group: byte [k4 in 0..3][row][j in 0..3] holds k = 4*k4+j in its low and k = 16+4*k4+j in its high nibble
+    kByte = 1,   // 512 bytes per group: byte [k4 in 0..7][row][j in 0..3], code + 128
+    kF16 = 2,    // float weights: [k][row] f16
+    kBF16 = 3,   // float weights: [k][row] bf16
+    kF32 = 4,    // float weights: [k][row] f32
+};
+// How the scale (and min) of every (weight group, row) is kept. Order: [panel][weight group][row].
+enum class Scales : int32_t { kNone = 0, kF16 = 1, kF32 = 2 };
+
+struct Weight {
+    Codes codes;
+    Scales scales;
+    bool has_min;
+    int32_t group;         // weights that share one scale: 16 or 32 (integer codes only)
+    int32_t offset;        // stored code minus true code: 128 for kByte, 0..8 for kNibble. Unused with a codebook
+    const int8_t* codebook; // 16 signed values that the nibbles stand for, or null
+    int64_t rows, cols;    // true shape; panels = ceil(rows/16), cols is a multiple of 32 for integer codes. Pad rows are zero with scale 0
+    const uint8_t* data;   // panels, 64-byte aligned
+    const void* scale;     // f16 or f32
+    const void* min;       // the same type as scale, value added: w = scale*code + min
+    int64_t panel_bytes;   // bytes of one panel's codes
+    int64_t groups;        // cols / group
+};
+
+// Quantised activations of `rows` rows: int8 codes, one f32 scale per 32, code sums per 16 and per 32.
+struct QuantRows {
+    int8_t* q;       // [rows][q_stride]
+    float* scale;    // [rows][s_stride], s_stride >= cols/32
+    int32_t* sum32;  // [rows][s_stride]
+    int32_t* sum16;  // [rows][2*s_stride]
+    int64_t q_stride, s_stride;
+};
+
+struct LinearArgs {
+    const Weight* w;
+    int64_t rows;          // activation rows
+    const QuantRows* x;    // integer weights with int8 activations
+    const float* xf;       // float activations [rows][xf_stride] (float weights, or activations="float32")
+    int64_t xf_stride;
+    const float* bias;     // [w->rows] or null
+    float* out;            // out[row_map ? row_map[t] : t][n], row length out_stride
+    int64_t out_stride;
+    const int32_t* row_map;
+    bool accumulate;       // out = out + acc (residual) instead of out = acc
+};
+
+struct AttendArgs {
+    int count;                     // query vectors in the tile, <= KernelTable::attend_tile; all of one sequence and KV head
+    const float* const* q;         // [count] -> [dim], after RoPE, unscaled
+    float* const* out;             // [count] -> [dim]
+    const int32_t* position;       // [count] absolute positions
+    const uint16_t* const* pages;  // page p of this sequence, layer and head: K transposed f16 [dim][64], then V f16 [64][dim]
+    int64_t head_offset;           // added (in u16 units) to every page pointer
+    int32_t dim;                   // a multiple of 16, <= 256
+    int32_t window;                // 0: none. Visible: j <= i and, with a window, j > i - window
+    float scale;                   // q is multiplied by it once
+    float cap;                     // 0: none. cap * tanh(s * (1/cap))
+    float* scratch;                // attend_scratch_floats(dim) floats, 64-byte aligned
+};
+
+struct KernelTable {
+    const char* isa;
+
+    // y = (x * r) * w with r = 1/sqrt(S/float(n) + eps); returns S (non-finite poisons the row). y may be x. n >= 1, any.
+    float (*rms_norm)(const float* x, const float* w, float eps, int64_t n, float* y);
+    // NUMERICS 12. n is a multiple of 32.
+    void (*quantize_row)(const float* x, int64_t n, int8_t* q, float* scale, int32_t* sum32, int32_t* sum16);
+    // In place on one row of `heads` heads of `dim`: the first 2*half values of each head turn. cs = [cos half][sin half].
+    // interleaved: pairs (2i, 2i+1); otherwise pairs (i, i+half).
+    void (*rope)(float* x, const float* cs, int64_t heads, int64_t dim, int64_t half, bool interleaved);
+    void (*swiglu)(const float* gate, const float* up, float* y, int64_t n);     // silu(g) * u
+    void (*geglu_tanh)(const float* gate, const float* up, float* y, int64_t n); // gelu_tanh(g) * u
+    void (*add)(float* y, const float* x, int64_t n);                            // y = y + x
+    void (*scale)(float* y, float s, int64_t n);                                 // y = y * s
+    // Clamp to +-65504, round to f16, store position `slot` of a page of one head: k -> kpage[d*64+slot], v -> vpage[slot*dim+d].
+    void (*kv_write)(const float* k, const float* v, uint16_t* kpage, uint16_t* vpage, int64_t dim, int64_t slot);
+    void (*attend)(const AttendArgs*);
+    int attend_tile;
+
+    // Panels [panel0, panel1) times all rows. scratch: linear_scratch_bytes(w) bytes, 64-byte aligned, one per worker.
+    void (*linear_int)(const LinearArgs*, int64_t panel0, int64_t panel1, uint8_t* scratch);
+    // Float activations; integer weights are first dequantised to f32 (scale*code+min as one fma, or scale*code). NUMERICS 14.
+    void (*linear_float)(const LinearArgs*, int64_t panel0, int64_t panel1, uint8_t* scratch);
+    int panels_per_unit; // panels a worker should claim at once
+
+    // Vocabulary kernels.
+    float (*row_max)(const float* x, int64_t n);                            // width-16 maximum fold from -inf
+    void (*probabilities)(const float* x, float m, float* p, int64_t n);    // P(x - m)
+    float (*sum16)(const float* x, int64_t n);                              // width-16 fold from +0
+    void (*exp_row)(const float* x, float* y, int64_t n);                   // E(x), for tests
+    void (*sigmoid_row)(const float* x, float* y, int64_t n);
+    void (*tanh_row)(const float* x, float* y, int64_t n);
+
+    // Ceilings: run about `iterations` independent operations in registers, return multiply-accumulates done.
+    int64_t (*spin_int8)(int64_t iterations);
+    int64_t (*spin_fma)(int64_t iterations);
+};
+
+inline int64_t panel_count(const Weight& w) { return (w.rows + 15) / 16; }
+size_t linear_scratch_bytes(const Weight& w);        // kernels/scratch.cpp
+size_t attend_scratch_floats(int32_t dim, int tile); // kernels/scratch.cpp
+
+// Null when this build lacks the set. The caller has checked that the processor can run it.
+const KernelTable* table_scalar();
+const KernelTable* table_avx2();
+const KernelTable* table_avxvnni();
+const KernelTable* table_avx512();
+const KernelTable* table_neon();
+
+} // namespace quaff

@@ -1,0 +1,26 @@
+// The numerics contract in code. docs/numerics.md states the same in words; a change here that alters a bit raises kNumericsVersion.
+#pragma once
+#include <cfloat>
+#include <cstdint>
+
+static_assert(FLT_EVAL_METHOD == 0, "quaff needs f32 arithmetic that rounds to f32");
+
+namespace quaff {
+
+inline constexpr int kNumericsVersion = 1;
+inline constexpr int kLanes = 16;          // width of every fold, rows of a weight panel
+inline constexpr int kQuantGroup = 32;     // activations share one scale per 32 values
+inline constexpr int kFloatBlock = 128;    // float linear: one fma chain per 128 of k
+inline constexpr int kPage = 64;           // positions of a KV page
+inline constexpr int kLogprobBlock = 4096; // ids whose probabilities share one f32 fold
+
+// E(x): 2^n * exp(r), n = rint(x * kLog2e), r = x - n * ln 2 in two fma steps (kLn2Hi has 11 trailing zero bits, so n * kLn2Hi is exact).
+inline constexpr float kExpMin = -87.0f, kExpMax = 88.0f, kProbMin = -64.0f;
+inline constexpr float kLog2e = 0x1.715476p+0f;
+inline constexpr float kLn2Hi = 0x1.62e4p-1f, kLn2Lo = 0x1.7f7d1cp-20f;
+// exp(r) = fma(p*r, r, r+1), p of degree 4: Chebyshev interpolation of (exp(r)-1-r)/r^2 on |r| <= 0.35, rounded to f32; 0.14 * 2^-24 relative.
+inline constexpr float kExpC4 = 0x1.6d1610p-10f, kExpC3 = 0x1.121076p-7f, kExpC2 = 0x1.555516p-5f, kExpC1 = 0x1.5554d8p-3f, kExpC0 = 0.5f;
+inline constexpr float kF16Max = 65504.0f;
+inline constexpr float kGeluRoot = 0.7978845608f, kGeluCube = 0.044715f;
+
+} // namespace quaff

@@ -1,0 +1,140 @@
+"""Types of the native module. Arrays are C-contiguous NumPy arrays; a wrong shape or dtype raises TypeError or ValueError."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+F32 = NDArray[np.float32]
+I32 = NDArray[np.int32]
+U8 = NDArray[np.uint8]
+U16 = NDArray[np.uint16]
+
+NUMERICS_VERSION: int
+PAGE: int  # 64
+
+def isa() -> str: ...  # the set in use: scalar, avx2, avxvnni, avx512, neon
+def available_isas() -> list[str]: ...
+def set_isa(name: str) -> None: ...  # ValueError: unknown or not supported by this processor (lists what is)
+def default_threads() -> int: ...  # min(affinity, cgroup quota, physical cores)
+def measure_int8(threads: int, seconds: float) -> float: ...  # multiply-accumulates per second, register only
+def measure_fma(threads: int, seconds: float) -> float: ...
+def measure_bandwidth(threads: int, megabytes: int) -> float: ...  # bytes per second read
+
+class Weight:
+    """A packed 2-D weight, or a float vector (rows == 1, kept as f32)."""
+
+    def __init__(self, ggml_type: int, data: U8, rows: int, cols: int, threads: int = 1) -> None: ...
+    @staticmethod
+    def vector(values: F32) -> Weight: ...
+    @property
+    def rows(self) -> int: ...
+    @property
+    def cols(self) -> int: ...
+    @property
+    def nbytes(self) -> int: ...  # bytes one pass over the weight reads
+    @property
+    def is_integer(self) -> bool: ...
+    @property
+    def group(self) -> int: ...
+    def dequantize(self, row0: int = 0, count: int = -1) -> F32: ...  # [count, cols]
+    def codes(self) -> tuple[NDArray[np.int8], F32, F32 | None]: ...  # true codes [rows, cols], scale [rows, groups], min or None (integer weights)
+
+class RopeTable:
+    """cos and sin by position, grown on demand: inv_freq_i = theta^(-2i/rotary_dim) / linear_factor, float64 code of our own, rounded once."""
+
+    def __init__(self, theta: float, rotary_dim: int, linear_factor: float = 1.0) -> None: ...
+    def rows(self, positions: I32) -> F32: ...  # [n, rotary_dim]: cos half, then sin half
+
+class PagePool:
+    """Memory of KV pages of one kind, zeroed when taken. Layout of a page: [layer][kv_head][K: dim x 64 | V: 64 x dim] f16."""
+
+    def __init__(self, layers: int, kv_heads: int, dim: int) -> None: ...
+    @property
+    def page_bytes(self) -> int: ...
+    @property
+    def pages_in_use(self) -> int: ...
+    @property
+    def bytes_in_use(self) -> int: ...
+    def take(self) -> int: ...  # MemoryError when the system refuses
+    def give(self, page: int) -> None: ...
+    def copy(self, page: int) -> int: ...  # a new page with the same bytes
+    def array(self, page: int) -> U16: ...  # a copy, [layers, kv_heads, 2, 64*dim]
+
+class Program:
+    """Ops of one stage kind, checked when built. Buffer 0 is the residual; see graph/program.py for kinds and fields."""
+
+    def __init__(self, buffers: Sequence[tuple[int, int]], ops: Sequence[tuple[int, Sequence[int], Sequence[int], Sequence[int], Sequence[int], Sequence[float]]]) -> None: ...
+    # buffers: (width, kind 0 = f32 | 1 = int8 rows); ops: (kind, inputs, outputs, weight slots, ints, floats); slot -1 = none
+
+class Model:
+    """Stages (program + bound weights) in grid order."""
+
+    def __init__(self, dim: int, vocab: int) -> None: ...
+    def add_rope(self, table: RopeTable) -> int: ...
+    def add_stage(self, program: Program, weights: Sequence[Weight]) -> int: ...
+    @property
+    def stages(self) -> int: ...
+
+class Control:
+    """Shared with a running step from any thread: cancel word and progress."""
+
+    def __init__(self) -> None: ...
+    def cancel(self) -> None: ...
+    @property
+    def cancelled(self) -> bool: ...
+    def reset(self) -> None: ...
+    @property
+    def cells_done(self) -> int: ...
+    @property
+    def work_done(self) -> int: ...  # multiply-accumulates finished in this step
+
+class Runtime:
+    """Worker threads and scratch memory. One step at a time."""
+
+    def __init__(self, threads: int) -> None: ...
+    @property
+    def threads(self) -> int: ...
+    @property
+    def scratch_bytes(self) -> int: ...
+    def step(
+        self,
+        model: Model,
+        pools: Sequence[PagePool],
+        tokens: I32,  # [rows]
+        positions: I32,  # [rows]
+        segment_of_row: I32,  # [rows], ascending
+        page_tables: Sequence[Sequence[I32]],  # [kind][segment] -> page ids by position // 64 (-1: freed)
+        cell_stage: I32,  # [cells]
+        cell_ranges: I32,  # [cells + 1], CSR into ranges
+        ranges: I32,  # [n, 2] row begin, end
+        logits_rows: I32,  # rows whose logits are written, ascending
+        logits: F32,  # [len(logits_rows), vocab]
+        control: Control,
+    ) -> StepResult: ...
+
+class StepResult:
+    @property
+    def cells_done(self) -> int: ...  # < cells when cancelled
+    @property
+    def poisoned(self) -> I32: ...  # [segments] 1 where a row became non-finite
+    @property
+    def counters(self) -> dict[str, int]: ...  # see batch.Counters
+
+def sample(
+    logits: F32,  # [vocab]
+    temperature: float,
+    top_k: int,
+    top_p: float,
+    min_p: float,
+    repetition_penalty: float,
+    history: I32,  # ids the penalty applies to
+    seed: int,
+    position: int,
+    choice: int,
+) -> int: ...
+def logprobs(logits: F32, ids: I32) -> NDArray[np.float64]: ...  # log P(id) of one row, NUMERICS 20
+def exp_row(x: F32) -> F32: ...  # E, sigmoid, tanh: for tests
+def sigmoid_row(x: F32) -> F32: ...
+def tanh_row(x: F32) -> F32: ...

@@ -1,0 +1,97 @@
+"""The only values that pass between stages: what to run, what it cost, what came out."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+import numpy as np
+from numpy.typing import NDArray
+
+PAGE = 64
+"""Positions of a KV page (NUMERICS 16); pages start at absolute multiples of it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """`len(tokens)` consecutive rows of one sequence, the first at absolute position `start`.
+
+    `tables` holds, per KV kind, the page ids of the sequence by `position // 64` (int32, -1 where a page was freed); it covers
+    the segment's last position. `logits` lists the rows whose logits are wanted, counted from the segment's first row, ascending.
+    """
+
+    sequence: int
+    start: int
+    tokens: NDArray[np.int32]
+    tables: tuple[NDArray[np.int32], ...]
+    logits: tuple[int, ...] = ()
+
+    @property
+    def rows(self) -> int:
+        return len(self.tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """Segments of different sequences, computed together. Row r of the batch is the r-th token of all segments in order."""
+
+    segments: tuple[Segment, ...]
+
+    @property
+    def rows(self) -> int:
+        return sum(s.rows for s in self.segments)
+
+    @property
+    def spans(self) -> tuple[tuple[int, int], ...]:
+        """(first row, end row) of every segment in the batch."""
+        out, row = [], 0
+        for s in self.segments:
+            out.append((row, row + s.rows))
+            row += s.rows
+        return tuple(out)
+
+    @property
+    def logits_rows(self) -> NDArray[np.int32]:
+        """Batch rows whose logits are wanted, ascending."""
+        rows = [begin + r for (begin, _), s in zip(self.spans, self.segments, strict=True) for r in s.logits]
+        return np.asarray(rows, dtype=np.int32)
+
+
+@dataclass(frozen=True, slots=True)
+class Counters:
+    """What a run did, counted where it happened. Embedding and head are kept apart from the layers.
+
+    Bytes are bytes, `launches` are executed ops (one parallel region each), `macs` multiply-accumulates of linear ops in layers,
+    `attention_macs` those of scores and values over visible positions.
+    """
+
+    weight_bytes_touched: int = 0
+    weight_bytes_loaded: int = 0
+    embedding_bytes_touched: int = 0
+    head_bytes_touched: int = 0
+    launches: int = 0
+    macs: int = 0
+    attention_macs: int = 0
+    head_macs: int = 0
+    head_rows: int = 0
+    kv_bytes_written: int = 0
+
+    def __add__(self, other: Counters) -> Counters:
+        return Counters(**{f.name: getattr(self, f.name) + getattr(other, f.name) for f in fields(self)})
+
+    def as_dict(self) -> dict[str, int]:
+        return {f.name: getattr(self, f.name) for f in fields(self)}
+
+
+@dataclass(frozen=True, slots=True)
+class Logits:
+    """Result of one step. `values[i]` are the f32 logits of batch row `rows[i]`; both are empty when the step was cancelled before the head.
+
+    `finished[i]` counts the leading rows of segment i whose KV state is complete in every mixer; `poisoned[i]` says that a row of
+    segment i became non-finite (NUMERICS 7): nothing of that segment may be published or cached.
+    """
+
+    rows: NDArray[np.int32]
+    values: NDArray[np.float32]
+    finished: tuple[int, ...]
+    poisoned: tuple[bool, ...]
+    counters: Counters
