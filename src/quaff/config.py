@@ -1,0 +1,142 @@
+"""What a model is and how to run it: frozen values, checked when made (ConfigError says which field is wrong)."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+from quaff.errors import ConfigError
+
+LayerKind = Literal["full", "sliding"]
+Schedule = Literal["token", "chunk", "layer"]
+Activations = Literal["int8", "float32"]
+
+MAX_HEAD_DIM = 256
+MAX_SIZE = 1 << 24
+"""No width, vocabulary or context of a real model comes near it; products of two of them still fit 64 bits."""
+
+
+def _check(ok: bool, what: str) -> None:
+    if not ok:
+        raise ConfigError(what)
+
+
+def _size(name: str, value: int, most: int = MAX_SIZE) -> None:
+    _check(
+        isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= most,
+        f"{name} is {value!r}; expected an integer in 1..{most}",
+    )
+
+
+def _positive(name: str, value: float) -> None:
+    _check(math.isfinite(value) and value > 0, f"{name} is {value!r}; expected a positive finite number")
+
+
+@dataclass(frozen=True, slots=True)
+class RopeConfig:
+    """Rotary embedding: inverse frequency i is theta^(-2i/rotary_dim) / linear_factor. `interleaved` turns the pairs (2i, 2i+1),
+    otherwise (i, i + rotary_dim/2). Dimensions from rotary_dim on are left alone."""
+
+    theta: float
+    rotary_dim: int
+    interleaved: bool
+    linear_factor: float = 1.0
+
+    def __post_init__(self) -> None:
+        _check(1.0 < self.theta <= 1e12, f"rope theta is {self.theta!r}; expected a number in (1, 1e12]")
+        _size("rope dimension count", self.rotary_dim, MAX_HEAD_DIM)
+        _check(self.rotary_dim % 2 == 0, f"rope dimension count is {self.rotary_dim}; expected an even number")
+        _check(1e-6 <= self.linear_factor <= 1e6, f"rope scaling factor is {self.linear_factor!r}; expected a number in 1e-6..1e6")
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionConfig:
+    """Grouped-query attention of one layer. `window` 0 sees all earlier positions, otherwise j > i - window. `softcap` 0 is none."""
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    window: int
+    scale: float
+    softcap: float = 0.0
+
+    def __post_init__(self) -> None:
+        _size("attention head count", self.heads, 4096)
+        _size("attention KV head count", self.kv_heads, 4096)
+        _check(self.heads % self.kv_heads == 0, f"{self.heads} attention heads cannot share {self.kv_heads} KV heads evenly")
+        _size("attention head dimension", self.head_dim, MAX_HEAD_DIM)
+        _check(self.head_dim % 16 == 0, f"attention head dimension is {self.head_dim}; expected a multiple of 16")
+        _check(0 <= self.window <= MAX_SIZE, f"attention window is {self.window}; expected 0..{MAX_SIZE}")
+        _positive("attention scale", self.scale)
+        _check(math.isfinite(self.softcap) and self.softcap >= 0, f"attention soft cap is {self.softcap!r}; expected a finite number >= 0")
+
+
+@dataclass(frozen=True, slots=True)
+class LayerConfig:
+    """One layer; layers with equal KV shape and kind share a page table."""
+
+    kind: LayerKind
+    attention: AttentionConfig
+    rope: RopeConfig
+
+    def __post_init__(self) -> None:
+        _check(self.kind in ("full", "sliding"), f"layer kind is {self.kind!r}; expected full or sliding")
+        _check((self.kind == "sliding") == (self.attention.window > 0), "a sliding layer needs a window and a full layer has none")
+        _check(
+            self.rope.rotary_dim <= self.attention.head_dim,
+            f"rope dimension count {self.rope.rotary_dim} exceeds the head dimension {self.attention.head_dim}",
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class ModelConfig:
+    """Shape of a decoder. `dim`, `ffn_dim`, `vocab` in values, `context_length` in tokens; `embedding_scale` multiplies embedding rows."""
+
+    architecture: str
+    name: str
+    dim: int
+    ffn_dim: int
+    vocab: int
+    context_length: int
+    eps: float
+    layers: tuple[LayerConfig, ...]
+    embedding_scale: float = 1.0
+
+    def __post_init__(self) -> None:
+        _size("embedding length", self.dim)
+        _size("feed-forward length", self.ffn_dim)
+        _size("vocabulary size", self.vocab)
+        _size("context length", self.context_length, 1 << 30)
+        _check(0 < self.eps < 1, f"norm epsilon is {self.eps!r}; expected a number in (0, 1)")
+        _check(1 <= len(self.layers) <= 1024, f"the model has {len(self.layers)} layers; expected 1..1024")
+        _positive("embedding scale", self.embedding_scale)
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    """How to run a model. None leaves the choice to the engine. Nothing here but `activations` may change a bit.
+
+    `chunk` in rows, `context` in tokens (None: the model's), `memory_limit_bytes` bounds weights, KV pages and scratch.
+    `activations="float32"` does not quantise activations: slower, for checking against other implementations.
+    """
+
+    threads: int | None = None
+    chunk: int | None = None
+    schedule: Schedule = "chunk"
+    activations: Activations = "int8"
+    context: int | None = None
+    memory_limit_bytes: int | None = None
+    fuse: bool = True
+
+    def __post_init__(self) -> None:
+        for name, value, most in (
+            ("threads", self.threads, 1024),
+            ("chunk", self.chunk, 1 << 20),
+            ("context", self.context, 1 << 30),
+            ("memory_limit_bytes", self.memory_limit_bytes, 1 << 50),
+        ):
+            if value is not None:
+                _size(name, value, most)
+        _check(self.schedule in ("token", "chunk", "layer"), f"schedule is {self.schedule!r}; expected token, chunk or layer")
+        _check(self.activations in ("int8", "float32"), f"activations is {self.activations!r}; expected int8 or float32")

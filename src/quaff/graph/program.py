@@ -1,0 +1,158 @@
+"""Ops, programs and stages: the values that the reference and the native executor both read.
+
+Buffers of a program are numbered: 0 the residual (f32, model width), 1 the logits (f32, vocabulary), 2.. scratch of the cell;
+-1 is none. Op fields, by kind (`->` separates inputs from outputs):
+
+| kind | inputs -> outputs | weights | ints | floats |
+|---|---|---|---|---|
+| EMBED | -> 0 | table | | scale |
+| RMS_NORM | src -> f32 or -1, int8 or -1 | w | heads: vectors of len(w) per row | eps |
+| QUANTIZE | src -> int8 | | | |
+| LINEAR | int8 or -1, f32 or -1 -> one per weight | w1..wn, b1..bn (-1 none) | n, accumulate | |
+| ROPE | buf -> the same buf | | rope index, heads, head_dim, interleaved | |
+| KV_WRITE | k, v -> | | kind, layer in kind, kv_heads, head_dim | |
+| ATTEND | q -> out | | kind, layer in kind, heads, kv_heads, head_dim, window | scale, softcap |
+| GLU | gate, up -> f32 or -1, int8 or -1 | | 0 silu, 1 gelu_tanh | |
+| ADD | src -> 0 | | | |
+
+Integer weights of LINEAR read the int8 input when there is one; float weights, and all weights without it, read the f32 input.
+With `accumulate`, LINEAR adds to its output; a second output of RMS_NORM or GLU is the first one quantised.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import IntEnum
+from functools import cached_property
+from typing import Literal
+
+from quaff.config import ModelConfig, RopeConfig
+
+StageKind = Literal["embed", "mixer", "ffn", "head"]
+
+NONE = -1
+RESIDUAL = 0
+LOGITS = 1
+SCRATCH = 2
+F32 = 0
+INT8 = 1
+
+
+class OpKind(IntEnum):
+    """Numbers are shared with native/runtime/program.cpp."""
+
+    EMBED = 0
+    RMS_NORM = 1
+    QUANTIZE = 2
+    LINEAR = 3
+    ROPE = 4
+    KV_WRITE = 5
+    ATTEND = 6
+    GLU = 7
+    ADD = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Op:
+    """One operation over the rows of a cell. Inputs and outputs are buffer ids, weights are slots of the stage."""
+
+    kind: OpKind
+    inputs: tuple[int, ...] = ()
+    outputs: tuple[int, ...] = ()
+    weights: tuple[int, ...] = ()
+    ints: tuple[int, ...] = ()
+    floats: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class ProgramSpec:
+    """Ops of a stage and its scratch buffers: `buffers[i]` = (width, F32 or INT8) of buffer i + 2. Hashable: equal stages share one program."""
+
+    buffers: tuple[tuple[int, int], ...]
+    ops: tuple[Op, ...]
+
+    @property
+    def scratch_bytes_per_row(self) -> int:
+        """Bytes of scratch for one row: f32 values, or int8 codes with an f32 scale and three int32 sums per group of 32."""
+        return sum(width * 4 if kind == F32 else width + 16 * (width // 32) for width, kind in self.buffers)
+
+
+@dataclass(frozen=True, slots=True)
+class StageSpec:
+    """A program with the names of its weights in slot order. `layer` is -1 for embed and head.
+
+    `macs_per_row`: multiply-accumulates of the linear ops for one row.
+    """
+
+    kind: StageKind
+    layer: int
+    program: ProgramSpec
+    weights: tuple[str, ...]
+    macs_per_row: int
+
+    @property
+    def launches(self) -> int:
+        """Parallel regions of one cell of this stage: one per op."""
+        return len(self.program.ops)
+
+    @property
+    def linear_weights(self) -> tuple[str, ...]:
+        """Names of the weights that a linear op reads whole in every cell, in slot order, biases left out."""
+        slots = {s for op in self.program.ops if op.kind == OpKind.LINEAR for s in op.weights[: op.ints[0]]}
+        return tuple(self.weights[s] for s in sorted(slots))
+
+    @property
+    def small_weights(self) -> tuple[str, ...]:
+        """Names of norm vectors and biases, in slot order; an embedding table is in neither list, cells read single rows of it."""
+        linear = set(self.linear_weights)
+        return tuple(name for name in self.weights if name not in linear) if self.kind != "embed" else ()
+
+    def attention_macs(self, start: int, rows: int) -> int:
+        """Multiply-accumulates of scores and values over the visible positions of rows start .. start + rows - 1."""
+        total = 0
+        for op in self.program.ops:
+            if op.kind == OpKind.ATTEND:
+                _, _, heads, _, dim, window = op.ints
+                total += 2 * heads * dim * visible_positions(start, rows, window)
+        return total
+
+    @property
+    def kv_bytes_per_row(self) -> int:
+        """Bytes of f16 keys and values that one row writes."""
+        return sum(2 * 2 * op.ints[2] * op.ints[3] for op in self.program.ops if op.kind == OpKind.KV_WRITE)
+
+
+def visible_positions(start: int, rows: int, window: int) -> int:
+    """Sum over i in start .. start + rows - 1 of the positions j <= i (and j > i - window when there is one)."""
+
+    def below(n: int) -> int:
+        full = min(n, window) if window else n
+        return full * (full + 1) // 2 + (n - full) * window
+
+    return below(start + rows) - below(start)
+
+
+@dataclass(frozen=True, slots=True)
+class KVKind:
+    """Layers that share one page table per sequence: equal KV shape and window. `layers` are model layers, ascending; dim is per head."""
+
+    name: str
+    layers: tuple[int, ...]
+    kv_heads: int
+    dim: int
+    window: int
+
+
+@dataclass(frozen=True)
+class Graph:
+    """A model as stages in grid order: embed, (mixer, ffn) per layer, head."""
+
+    config: ModelConfig
+    stages: tuple[StageSpec, ...]
+    ropes: tuple[RopeConfig, ...]
+    kv_kinds: tuple[KVKind, ...]
+
+    @cached_property
+    def weight_names(self) -> tuple[str, ...]:
+        """Every tensor the graph reads, once, in order of first use."""
+        return tuple(dict.fromkeys(name for stage in self.stages for name in stage.weights))
