@@ -1,0 +1,109 @@
+# One word per job; `make` alone lists them. A bare Debian 12 needs: apt-get install -y python3-venv python3-dev g++ make
+PYTHON ?= python3
+JOBS   ?= 2
+MODEL  ?= smollm2
+
+VENV := .venv
+BIN  := $(VENV)/bin
+PY   := $(BIN)/python
+PIP  := $(PY) -m pip install --quiet --disable-pip-version-check
+
+# Stamps: a second run does no set-up again; a changed source or requirement redoes exactly its own step.
+READY   := $(VENV)/.ready
+SOURCES := pyproject.toml CMakeLists.txt $(shell find native -name '*.cpp' -o -name '*.h')
+
+# $(call needs,KEY,...): that list of requirements in pyproject.toml, one a line, less references to ourselves.
+needs = $(PY) -c "import sys, tomllib; t = tomllib.load(open('pyproject.toml', 'rb'))$(1); print(*(r for r in t if not r.startswith('quaff[')), sep='\n')"
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.PHONY: help setup run test test-models lint format bits bits-arm sanitize bench bench-peers sz clean
+
+help: ## list the targets
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | awk -F'\t' '{ printf "  make %-12s %s\n", $$1, $$2 }'
+
+setup: $(READY) ## make .venv with everything a user needs and build the native module
+
+run: $(READY) ## fetch SmolLM2, read a prompt of 2,000 tokens, answer it
+	$(BIN)/quaff pull smollm2
+	$(BIN)/quaff run smollm2 --file examples/waterworks.md --max-tokens 48
+
+test: $(VENV)/.test ## environment, build and all fast tests
+	$(PY) -m pytest --numprocesses $(JOBS) -m "not models" --ignore=tests/models
+
+test-models: $(VENV)/.test ## tests on real weights, fetched on first use
+	$(PY) -m pytest tests/models
+	$(BIN)/quaff verify smollm2
+	$(BIN)/quaff verify gemma3
+
+lint: $(VENV)/.dev ## ruff, mypy --strict, import layers, clang-format
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+	find native -name '*.cpp' -o -name '*.h' | xargs $(BIN)/clang-format --dry-run -Werror
+
+format: $(VENV)/.dev ## rewrite the sources in the project's format
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+	find native -name '*.cpp' -o -name '*.h' | xargs $(BIN)/clang-format -i
+
+bits: $(READY) ## hash every kernel on every instruction set of this machine and compare
+	$(CMAKE) -S . -B build/native -DQUAFF_TESTS=ON >/dev/null
+	$(CMAKE) --build build/native --parallel $(JOBS) --target bits
+	build/native/bits
+
+bits-arm: ## the same for NEON under emulation (needs g++-aarch64-linux-gnu and qemu-user)
+	bash native/tests/bits_arm.sh
+
+# The sanitized module lives in a virtual environment of its own that borrows the packages of .venv, so that child processes use it too.
+SAN     := build/sanitize
+SANSITE  = $(shell $(PY) -c "import sysconfig; print(sysconfig.get_path('purelib', vars={'base': '$(SAN)/venv'}))")
+RUNTIME  = $(shell $${CXX:-g++} -print-file-name=libasan.so):$(shell $${CXX:-g++} -print-file-name=libstdc++.so)
+CHECKED  = env ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1
+
+sanitize: $(VENV)/.test ## kernels, packing, runtime and hostile files under ASan and UBSan
+	$(PY) -m venv --clear --without-pip $(SAN)/venv
+	QUAFF_SANITIZE=ON CMAKE_BUILD_PARALLEL_LEVEL=$(JOBS) $(PIP) --no-build-isolation --no-deps --upgrade --target $(SANSITE) \
+	  -C build-dir=$(SAN)/cmake -C cmake.define.QUAFF_TESTS=ON .
+	$(PY) -c "import sysconfig; print(sysconfig.get_path('purelib'))" > $(SANSITE)/packages.pth
+	for program in bits linear_check; do $(CHECKED) $(SAN)/cmake/$$program || exit 1; done
+	$(CHECKED) LD_PRELOAD=$(RUNTIME) $(SAN)/venv/bin/python -m pytest -p no:cacheprovider tests/kernels tests/hostile tests/laws -m "not models and not slow"
+
+bench: $(READY) ## prompt and decode speed of MODEL, with the control, and the machine's ceilings
+	$(BIN)/quaff bench $(MODEL) -p 512 -n 64 --schedule chunk,token
+
+bench-peers: $(VENV)/.peers ## the same beside llama.cpp, in one run
+	$(PY) benchmarks/peers.py
+
+sz: ## lines per folder
+	@git ls-files src native tests benchmarks | grep -E '\.(py|pyi|cpp|h|sh)$$' | xargs wc -l | grep -v ' total$$' | \
+	  awk '{ n = split($$2, p, "/"); d = p[1]; for (i = 2; i < n && i <= 3; i++) d = d "/" p[i]; lines[d] += $$1; all += $$1 } \
+	  END { for (d in lines) printf "%6d  %s\n", lines[d], d; printf "%6d  total\n", all }' | sort -k2
+
+clean: ## remove everything that was built
+	rm -rf build .venv .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+
+# The steps behind the words.
+CMAKE = PATH="$(CURDIR)/$(BIN):$$PATH" cmake
+
+$(VENV)/.python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "quaff needs Python 3.11 or newer; with another one: make PYTHON=python3.12 setup"; exit 1; }
+	@$(PYTHON) -c 'import ensurepip' 2>/dev/null || { echo "Python's venv is missing: apt-get install -y python3-venv"; exit 1; }
+	@$(PYTHON) -c 'import os, sysconfig as s; os.stat(s.get_path("include") + "/Python.h")' 2>/dev/null || { echo "Python's headers are missing: apt-get install -y python3-dev"; exit 1; }
+	@command -v $${CXX:-g++} >/dev/null || { echo "a C++20 compiler is missing: apt-get install -y g++"; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+	@touch $@
+
+$(READY): $(VENV)/.python $(SOURCES)
+	$(call needs,['build-system']['requires']) > $(VENV)/build.txt
+	$(PIP) --requirement $(VENV)/build.txt $$(command -v cmake >/dev/null || echo cmake) $$(command -v ninja >/dev/null || echo ninja)
+	CMAKE_BUILD_PARALLEL_LEVEL=$(JOBS) $(PIP) --no-build-isolation --editable .
+	@touch $@
+
+$(VENV)/.%: $(READY)
+	$(call needs,['project']['optional-dependencies']['$*']) > $(VENV)/$*.txt
+	$(PIP) --requirement $(VENV)/$*.txt
+	@touch $@
+
+$(VENV)/.dev: $(VENV)/.test
