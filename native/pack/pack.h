@@ -26,4 +26,7 @@ PackedWeight pack_weight(int32_t ggml_type, const uint8_t* data, int64_t size, i
 // Rows [row0, row0+count) as f32 (scale*code(+min), one rounding as in dequantize), portable code: tests, embedding, reference.
 void dequantize_rows(const Weight& w, int64_t row0, int64_t count, float* out);
 
+// The same rows of an integer weight taken apart: true codes [count][cols], scale and min [count][groups] (min untouched without has_min).
+void unpack_rows(const Weight& w, int64_t row0, int64_t count, int8_t* codes, float* scale, float* min);
+
 } // namespace quaff
