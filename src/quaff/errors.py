@@ -14,7 +14,7 @@ def quote(text: str, limit: int = 80) -> str:
 
 
 class QuaffError(Exception):
-    """Anything that goes wrong through input, files, options or limits. `str(error)` is one line; the command line prints `error: ` and it."""
+    """Anything that goes wrong through input, files, options or limits. `str(error)` is one line; the command line prints it."""
 
     def __init__(self, message: str) -> None:
         super().__init__(one_line(message))

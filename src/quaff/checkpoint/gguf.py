@@ -1,0 +1,345 @@
+"""A strict reader of GGUF versions 2 and 3 (little-endian).
+
+The header (counts, metadata, tensor table) is read by ordinary reads, so a file that is cut short meanwhile gives an error; only
+tensor data are mapped. Every count and length is compared with the bytes that are left before anything of that size is made.
+Format: the GGUF specification in the ggml repository, docs/gguf.md.
+"""
+
+import errno
+import mmap
+import os
+import stat
+import struct
+from pathlib import Path
+from typing import Any, NoReturn
+
+import numpy as np
+
+from quaff.checkpoint.sniff import describe
+from quaff.checkpoint.types import GGML_TYPES, OTHER_TYPES, SUPPORTED_TYPES
+from quaff.checkpoint.views import Checkpoint, TensorView
+from quaff.errors import CheckpointError, QuaffError, UnsupportedError, quote
+
+_HEADER_LIMIT = 1 << 29  # bytes before the tensor data; the largest vocabularies in use need about 2^25
+_NAME_LIMIT = 65535  # bytes in a key (the specification's limit) or tensor name
+_ALIGNMENT_LIMIT = 1 << 24
+_READ_BYTES = 1 << 20
+_MIN_ENTRY = 8 + 1 + 4 + 1  # key length, key, value type, the smallest value
+_MIN_TENSOR = 8 + 1 + 4 + 8 + 4 + 8  # name length, name, number of dimensions, one dimension, type, offset
+
+_U32 = struct.Struct("<I")
+_U64 = struct.Struct("<Q")
+
+# Value types, by the numbers in files.
+_BOOL, _STRING, _ARRAY = 7, 8, 9
+_NUMBERS: dict[int, tuple[struct.Struct, np.dtype[Any]]] = {
+    0: (struct.Struct("<B"), np.dtype("<u1")),
+    1: (struct.Struct("<b"), np.dtype("<i1")),
+    2: (struct.Struct("<H"), np.dtype("<u2")),
+    3: (struct.Struct("<h"), np.dtype("<i2")),
+    4: (_U32, np.dtype("<u4")),
+    5: (struct.Struct("<i"), np.dtype("<i4")),
+    6: (struct.Struct("<f"), np.dtype("<f4")),
+    10: (_U64, np.dtype("<u8")),
+    11: (struct.Struct("<q"), np.dtype("<i8")),
+    12: (struct.Struct("<d"), np.dtype("<f8")),
+}
+_UINT32 = 4
+
+# Vocabularies may hold tokens that are raw bytes; these survive as lone surrogates (encode with "surrogateescape" to get them back).
+_RAW_BYTES_KEYS = frozenset({"tokenizer.ggml.tokens"})
+
+_NOT_MODELS = {"adapter": "a LoRA adapter", "mmproj": "a vision or audio projector", "imatrix": "an importance matrix"}
+
+
+class _Header:
+    """A cursor over the first part of a file, which is read as far as it is asked for."""
+
+    def __init__(self, fd: int, size: int) -> None:
+        self.size = size
+        self.at = 0
+        self.where = "the header"
+        self._fd = fd
+        self._buffer = bytearray()
+
+    def damaged(self, what: str) -> NoReturn:
+        raise CheckpointError(f"damaged GGUF file: {what}")
+
+    def _fill(self, end: int) -> None:
+        """Make the bytes before `end` available."""
+        have = len(self._buffer)
+        if end <= have:
+            return
+        if end > self.size:
+            self.damaged(f"{self.where} needs {end} bytes of file, but the file ends at {self.size}; it may be an unfinished download")
+        if end > _HEADER_LIMIT:
+            self.damaged(f"{self.where} makes the header longer than {_HEADER_LIMIT} bytes")
+        goal = min(max(end, have + _READ_BYTES), self.size)
+        while have < goal:
+            piece = os.pread(self._fd, goal - have, have)
+            if not piece:
+                self.damaged(f"the file became shorter while it was read (it had {self.size} bytes)")
+            self._buffer += piece
+            have = len(self._buffer)
+
+    def number(self, form: struct.Struct) -> Any:
+        end = self.at + form.size
+        self._fill(end)
+        (value,) = form.unpack_from(self._buffer, self.at)
+        self.at = end
+        return value
+
+    def u32(self) -> int:
+        value: int = self.number(_U32)
+        return value
+
+    def u64(self) -> int:
+        value: int = self.number(_U64)
+        return value
+
+    def count(self, what: str, smallest: int) -> int:
+        """A count of things of at least `smallest` bytes each, which must fit into what is left."""
+        n = self.u64()
+        left = self.size - self.at
+        if n * smallest > left:
+            self.damaged(f"{self.where} claims {n} {what}, more than the {left} bytes that are left can hold")
+        return n
+
+    def string(self, errors: str = "strict", limit: int | None = None) -> str:
+        n = self.count("bytes of text", 1)
+        if limit is not None and not 0 < n <= limit:
+            self.damaged(f"{self.where} has a name of {n} bytes; 1 to {limit} are allowed")
+        self._fill(self.at + n)
+        raw = bytes(self._buffer[self.at : self.at + n])
+        self.at += n
+        try:
+            return raw.decode("utf-8", errors)
+        except UnicodeDecodeError as error:
+            seen = quote(raw.decode("utf-8", "replace"), 40)
+            self.damaged(f"{self.where} is not valid UTF-8 ({error.reason} at byte {error.start} of {seen})")
+
+    def strings(self, n: int, errors: str) -> list[str]:
+        # A plain loop over local names: a vocabulary has 10^5 to 10^6 entries.
+        buffer, unpack, fill = self._buffer, _U64.unpack_from, self._fill
+        at, have = self.at, len(self._buffer)
+        out: list[str] = []
+        append = out.append
+        try:
+            for _ in range(n):
+                if at + 8 > have:
+                    fill(at + 8)
+                    have = len(buffer)
+                (length,) = unpack(buffer, at)
+                at += 8
+                end = at + length
+                if end > have:
+                    fill(end)
+                    have = len(buffer)
+                append(buffer[at:end].decode("utf-8", errors))
+                at = end
+        except UnicodeDecodeError as error:
+            self.damaged(f"entry {len(out)} of {self.where} is not valid UTF-8 ({error.reason} at byte {error.start})")
+        self.at = at
+        return out
+
+    def array(self, key: str) -> Any:
+        kind = self.u32()
+        if kind == _ARRAY:
+            raise UnsupportedError(f"metadata {quote(key)} is an array of arrays; arrays of numbers, booleans and strings are supported")
+        if kind == _STRING:
+            n = self.count("strings", _U64.size)
+            return self.strings(n, "surrogateescape" if key in _RAW_BYTES_KEYS else "strict")
+        dtype = np.dtype("<u1") if kind == _BOOL else _NUMBERS[kind][1] if kind in _NUMBERS else None
+        if dtype is None:
+            self.damaged(f"metadata {quote(key)} is an array of value type {kind}, which does not exist")
+        n = self.count("numbers", dtype.itemsize)
+        end = self.at + n * dtype.itemsize
+        self._fill(end)
+        values: np.ndarray[Any, Any] = np.frombuffer(self._buffer, dtype, n, self.at).copy()
+        self.at = end
+        if kind == _BOOL:
+            if n and int(values.max()) > 1:
+                self.damaged(f"metadata {quote(key)} holds a boolean that is neither 0 nor 1")
+            values = values.view(np.bool_)
+        values.flags.writeable = False
+        return values
+
+    def value(self, key: str) -> tuple[int, Any]:
+        kind = self.u32()
+        if kind == _STRING:
+            return kind, self.string()
+        if kind == _ARRAY:
+            return kind, self.array(key)
+        if kind == _BOOL:
+            byte = self.number(_NUMBERS[0][0])
+            if byte > 1:
+                self.damaged(f"metadata {quote(key)} is a boolean with the value {byte}; only 0 and 1 exist")
+            return kind, byte == 1
+        if kind not in _NUMBERS:
+            self.damaged(f"metadata {quote(key)} has value type {kind}, which does not exist")
+        return kind, self.number(_NUMBERS[kind][0])
+
+
+def _version(header: _Header) -> None:
+    version = header.u32()
+    if version in (2, 3):
+        return
+    swapped = int.from_bytes(version.to_bytes(4, "little"), "big")
+    if swapped in (1, 2, 3):
+        raise UnsupportedError(f"a big-endian GGUF file (version {swapped}); only little-endian files are supported")
+    if version == 1:
+        raise UnsupportedError("a GGUF file of version 1; versions 2 and 3 are supported: convert the original model again")
+    raise UnsupportedError(f"a GGUF file of version {version}; versions 2 and 3 are supported")
+
+
+def _metadata(header: _Header, entries: int) -> tuple[dict[str, Any], int]:
+    """All entries, and the alignment of tensor data in bytes."""
+    metadata: dict[str, Any] = {}
+    alignment = 32
+    key = ""
+    for i in range(entries):
+        header.where = f"the key of metadata entry {i} of {entries}" + (f" (after {quote(key)})" if key else "")
+        key = header.string(limit=_NAME_LIMIT)
+        if key in metadata:
+            header.damaged(f"metadata {quote(key)} appears twice")
+        header.where = f"metadata {quote(key)}"
+        kind, value = header.value(key)
+        metadata[key] = value
+        if key == "general.alignment":
+            if kind != _UINT32:
+                header.damaged("metadata 'general.alignment' is not an unsigned 32-bit number")
+            alignment = value
+            if not 8 <= alignment <= _ALIGNMENT_LIMIT or alignment & (alignment - 1):
+                header.damaged(f"metadata 'general.alignment' is {alignment}; a power of two from 8 to {_ALIGNMENT_LIMIT} is allowed")
+    return metadata, alignment
+
+
+def _check_kind(header: _Header, metadata: dict[str, Any]) -> None:
+    parts = metadata.get("split.count", 0)
+    if isinstance(parts, int) and parts > 1:
+        number = metadata.get("split.no", 0)
+        which = f"part {number + 1} of {parts}" if isinstance(number, int) else f"one of {parts} parts"
+        raise UnsupportedError(f"{which} of a split model; split files are not supported yet: join them with 'llama-gguf-split --merge'")
+    kind = metadata.get("general.type")
+    if isinstance(kind, str) and kind in _NOT_MODELS:
+        raise UnsupportedError(f"{_NOT_MODELS[kind]}, not a model; give the file of the model itself")
+    architecture = metadata.get("general.architecture")
+    if architecture is None:
+        header.damaged("metadata 'general.architecture' is missing")
+    if not isinstance(architecture, str) or not architecture:
+        header.damaged("metadata 'general.architecture' is not a name")
+
+
+def _tensor_table(header: _Header, tensors: int, alignment: int) -> list[tuple[str, tuple[int, ...], int, int, int]]:
+    """Entries (name, shape in NumPy order, type, offset from the start of the data, bytes), each checked alone."""
+    table: dict[str, tuple[str, tuple[int, ...], int, int, int]] = {}
+    for i in range(tensors):
+        header.where = f"tensor entry {i} of {tensors}"
+        name = header.string(limit=_NAME_LIMIT)
+        if name in table:
+            header.damaged(f"tensor {quote(name)} appears twice")
+        tensor = f"tensor {quote(name)}"
+        header.where = f"the entry of {tensor}"
+        rank = header.u32()
+        if not 1 <= rank <= 4:
+            header.damaged(f"{tensor} has {rank} dimensions; 1 to 4 are allowed")
+        shape = tuple(reversed([header.u64() for _ in range(rank)]))
+        kind = header.u32()
+        offset = header.u64()
+        known = GGML_TYPES.get(kind)
+        if known is None:
+            if kind in OTHER_TYPES:
+                raise UnsupportedError(f"{tensor} has type {OTHER_TYPES[kind]}, which is not supported; supported types: {SUPPORTED_TYPES}")
+            header.damaged(f"{tensor} has the unknown type number {kind}; supported types: {SUPPORTED_TYPES}")
+        if 0 in shape:
+            header.damaged(f"{tensor} has an empty dimension: its shape is {_shape(shape)}")
+        if shape[-1] % known.block:
+            header.damaged(f"{tensor} has rows of {shape[-1]} values, but type {known.name} needs a multiple of {known.block}")
+        count = 1
+        for n in shape:
+            count *= n
+        nbytes = count // known.block * known.nbytes
+        if nbytes > header.size:
+            header.damaged(f"{tensor} of shape {_shape(shape)} needs {nbytes} bytes of {known.name}, more than the file's {header.size}")
+        if offset % alignment:
+            header.damaged(f"{tensor} starts at data offset {offset}, which is not a multiple of {alignment}")
+        table[name] = (name, shape, kind, offset, nbytes)
+    return list(table.values())
+
+
+def _shape(shape: tuple[int, ...]) -> str:
+    return " x ".join(map(str, shape))
+
+
+def _check_layout(header: _Header, table: list[tuple[str, tuple[int, ...], int, int, int]], data: int) -> None:
+    """Every tensor lies inside the file, and no two share a byte."""
+    last_name, last_end = "", 0
+    for name, _, _, offset, nbytes in sorted(table, key=lambda entry: entry[3]):
+        end = data + offset + nbytes
+        if end > header.size:
+            header.damaged(f"tensor {quote(name)} ends at byte {end}, but the file ends at {header.size}; it may be an unfinished download")
+        if offset < last_end:
+            header.damaged(f"tensors {quote(last_name)} and {quote(name)} overlap")
+        last_name, last_end = name, offset + nbytes
+
+
+def _read(fd: int, path: Path) -> Checkpoint:
+    status = os.fstat(fd)
+    if stat.S_ISDIR(status.st_mode):
+        inside = sorted(p.name for p in path.glob("*.gguf"))[:3]
+        raise CheckpointError("is a folder; give a GGUF file" + (f" inside it, such as {', '.join(map(quote, inside))}" if inside else ""))
+    if not stat.S_ISREG(status.st_mode):
+        raise CheckpointError("is not a regular file; give a GGUF file")
+    size = status.st_size
+    if size == 0:
+        raise CheckpointError("the file is empty")
+    head = os.pread(fd, 64, 0)
+    if head[:4] != b"GGUF":
+        raise CheckpointError(describe(head, size))
+
+    header = _Header(fd, size)
+    header.at = 4
+    _version(header)
+    tensors = header.u64()
+    entries = header.u64()
+    if tensors * _MIN_TENSOR + entries * _MIN_ENTRY > size - header.at:
+        header.damaged(f"the header claims {tensors} tensors and {entries} metadata entries, more than a file of {size} bytes can hold")
+    metadata, alignment = _metadata(header, entries)
+    _check_kind(header, metadata)
+    table = _tensor_table(header, tensors, alignment)
+    data = (header.at + alignment - 1) // alignment * alignment
+    _check_layout(header, table, data)
+
+    mapped = mmap.mmap(fd, size, access=mmap.ACCESS_READ)
+    after = os.fstat(fd)
+    if (after.st_size, after.st_mtime_ns) != (size, status.st_mtime_ns):
+        raise CheckpointError("the file changed while it was read; try again when whatever writes it is done")
+    content = np.frombuffer(mapped, np.uint8)
+    views = {
+        name: TensorView(name, shape, kind, GGML_TYPES[kind].name, content[data + offset : data + offset + nbytes])
+        for name, shape, kind, offset, nbytes in table
+    }
+    return Checkpoint(path, metadata, views, size, mapped)
+
+
+def read_gguf(path: Path) -> Checkpoint:
+    """Open a GGUF file. Raises CheckpointError and UnsupportedError, with the path in front."""
+    try:
+        # Without O_NONBLOCK, opening a named pipe would wait for a writer.
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    except FileNotFoundError:
+        raise CheckpointError(f"{path}: no such file") from None
+    except PermissionError:
+        raise CheckpointError(f"{path}: not allowed to read this file") from None
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+        raise CheckpointError(f"{path}: cannot be opened: {reason}") from None
+    try:
+        return _read(fd, path)
+    except QuaffError as error:
+        raise type(error)(f"{path}: {error}") from None
+    except (OSError, ValueError) as error:
+        reason = os.strerror(error.errno) if isinstance(error, OSError) and error.errno in errno.errorcode else str(error)
+        raise CheckpointError(f"{path}: cannot be read: {reason}") from None
+    finally:
+        os.close(fd)
