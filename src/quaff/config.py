@@ -13,6 +13,7 @@ Schedule = Literal["token", "chunk", "layer"]
 Activations = Literal["int8", "float32"]
 
 MAX_HEAD_DIM = 256
+MAX_LAYERS = 1024
 MAX_SIZE = 1 << 24
 """No width, vocabulary or context of a real model comes near it; products of two of them still fit 64 bits."""
 
@@ -109,7 +110,7 @@ class ModelConfig:
         _size("vocabulary size", self.vocab)
         _size("context length", self.context_length, 1 << 30)
         _check(0 < self.eps < 1, f"norm epsilon is {self.eps!r}; expected a number in (0, 1)")
-        _check(1 <= len(self.layers) <= 1024, f"the model has {len(self.layers)} layers; expected 1..1024")
+        _check(1 <= len(self.layers) <= MAX_LAYERS, f"the model has {len(self.layers)} layers; expected 1..{MAX_LAYERS}")
         _positive("embedding scale", self.embedding_scale)
 
 

@@ -66,7 +66,9 @@ class Op:
 
 @dataclass(frozen=True, slots=True)
 class ProgramSpec:
-    """Ops of a stage and its scratch buffers: `buffers[i]` = (width, F32 or INT8) of buffer i + 2. Hashable: equal stages share one program."""
+    """Ops of a stage and its scratch buffers: `buffers[i]` = (width, F32 or INT8) of buffer i + 2.
+
+    Hashable: equal stages share one program."""
 
     buffers: tuple[tuple[int, int], ...]
     ops: tuple[Op, ...]

@@ -1,0 +1,16 @@
+"""Model families, by the architecture name a checkpoint states."""
+
+from __future__ import annotations
+
+from quaff.errors import UnsupportedError, quote
+from quaff.models import gemma3, llama
+from quaff.models.family import Family
+
+FAMILIES: dict[str, Family] = {f.name: f for f in (llama.FAMILY, gemma3.FAMILY)}
+
+
+def family(architecture: str) -> Family:
+    """The family of an architecture. UnsupportedError names it and lists those that exist."""
+    if architecture not in FAMILIES:
+        raise UnsupportedError(f"architecture {quote(architecture)} is not supported; supported: {', '.join(sorted(FAMILIES))}")
+    return FAMILIES[architecture]

@@ -1,0 +1,148 @@
+"""What a model family is: its configuration, its tensor table, and its stages as lists of ops on a builder."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol, overload
+
+from quaff.config import AttentionConfig, LayerConfig, ModelConfig, RopeConfig
+from quaff.errors import ConfigError, UnsupportedError, quote
+
+Tensors = Mapping[str, tuple[tuple[int, ...], int]]
+"""Name -> (shape as (rows, cols) or (n,), ggml type) of every tensor in a checkpoint."""
+
+F32_TYPE, F16_TYPE, BF16_TYPE = 0, 1, 30
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    name: str
+    shape: tuple[int, ...]
+    optional: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class WeightRef:
+    """A tensor that exists in the checkpoint. Integer weights are codes and scales; their input is quantised (NUMERICS 13)."""
+
+    name: str
+    shape: tuple[int, ...]
+    integer: bool
+    bias: WeightRef | None = None
+
+
+class Weights:
+    """The tensors of one stage by role: `w.attn_q` is `<prefix>attn_q.weight` with `<prefix>attn_q.bias` where the file has one."""
+
+    def __init__(self, tensors: Tensors, prefix: str = "") -> None:
+        self._tensors = tensors
+        self._prefix = prefix
+
+    def __contains__(self, role: str) -> bool:
+        return f"{self._prefix}{role}.weight" in self._tensors
+
+    def __getattr__(self, role: str) -> WeightRef:
+        bias = f"{self._prefix}{role}.bias"
+        return self._ref(f"{self._prefix}{role}.weight", self._ref(bias, None) if bias in self._tensors else None)
+
+    def _ref(self, name: str, bias: WeightRef | None) -> WeightRef:
+        shape, ggml_type = self._tensors[name]
+        return WeightRef(name, shape, ggml_type not in (F32_TYPE, F16_TYPE, BF16_TYPE), bias)
+
+
+class Value(Protocol):
+    """Rows of f32 values that an op produced."""
+
+    @property
+    def width(self) -> int: ...
+
+    def __iadd__(self, other: Any, /) -> Any: ...
+
+
+class Builder(Protocol):
+    """The words a family writes its stages in. Widths are checked; a mismatch raises ConfigError naming the weight."""
+
+    @property
+    def residual(self) -> Value: ...
+    @residual.setter
+    def residual(self, value: Value) -> None: ...
+    def embed(self, table: WeightRef, scale: float) -> None: ...
+    def rms_norm(self, x: Value, w: WeightRef, eps: float) -> Value: ...
+    @overload
+    def linear(self, x: Value, w: WeightRef, /) -> Value: ...
+    @overload
+    def linear(self, x: Value, w1: WeightRef, w2: WeightRef, /) -> tuple[Value, Value]: ...
+    @overload
+    def linear(self, x: Value, w1: WeightRef, w2: WeightRef, w3: WeightRef, /) -> tuple[Value, Value, Value]: ...
+    def rope(self, x: Value, rope: RopeConfig) -> Value: ...
+    def attention(self, q: Value, k: Value, v: Value, attention: AttentionConfig) -> Value: ...
+    def swiglu(self, gate: Value, up: Value) -> Value: ...
+    def geglu(self, gate: Value, up: Value) -> Value: ...
+    def logits(self, x: Value, w: WeightRef) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """One architecture. `refused` names tensors that mean a feature we lack, with the feature's name."""
+
+    name: str
+    config: Callable[[Mapping[str, Any], Tensors], ModelConfig]
+    table: Callable[[ModelConfig], tuple[TensorSpec, ...]]
+    embed: Callable[[Builder, ModelConfig, Weights], None]
+    mixer: Callable[[Builder, ModelConfig, LayerConfig, Weights], None]
+    ffn: Callable[[Builder, ModelConfig, LayerConfig, Weights], None]
+    head: Callable[[Builder, ModelConfig, Weights], None]
+    refused: Mapping[str, str]
+
+    def check(self, config: ModelConfig, tensors: Tensors) -> None:
+        """Compare the checkpoint with the table, both ways. ConfigError names the tensor that is missing, unexpected or misshapen."""
+        for name, feature in self.refused.items():
+            if name in tensors:
+                raise UnsupportedError(f"{feature} is not supported (tensor {name})")
+        expected = {spec.name: spec for spec in self.table(config)}
+        for name in tensors:
+            if name not in expected:
+                raise ConfigError(f"unexpected tensor {quote(name)} in a {self.name} model of {len(config.layers)} layers")
+        for spec in expected.values():
+            if spec.name not in tensors:
+                if spec.optional:
+                    continue
+                raise ConfigError(f"missing tensor {spec.name} of shape {spec.shape} in a {self.name} model")
+            shape, ggml_type = tensors[spec.name]
+            if tuple(shape) != spec.shape:
+                raise ConfigError(f"tensor {spec.name} has shape {tuple(shape)}; the metadata says {spec.shape}")
+            if len(shape) == 1 and ggml_type != F32_TYPE:
+                raise UnsupportedError(f"vector {spec.name} has ggml type {ggml_type}; norms and biases must be F32")
+
+
+def decoder_table(config: ModelConfig, layer: Mapping[str, tuple[int, ...]], biased: tuple[str, ...] = ()) -> tuple[TensorSpec, ...]:
+    """Table of a decoder: embedding, final norm, optional head (absent: the embedding is the head), and per layer the roles in `layer`;
+    roles in `biased` may have a bias."""
+
+    def specs() -> Iterator[TensorSpec]:
+        yield TensorSpec("token_embd.weight", (config.vocab, config.dim))
+        yield TensorSpec("output_norm.weight", (config.dim,))
+        yield TensorSpec("output.weight", (config.vocab, config.dim), optional=True)
+        for i in range(len(config.layers)):
+            for role, shape in layer.items():
+                yield TensorSpec(f"blk.{i}.{role}.weight", shape)
+            for role in biased:
+                yield TensorSpec(f"blk.{i}.{role}.bias", layer[role][:1], optional=True)
+
+    return tuple(specs())
+
+
+def vocab_size(metadata: Mapping[str, Any], tensors: Tensors, declared: int) -> int:
+    """Rows of the embedding; ConfigError when the metadata (`declared`, 0 when absent) or the tokenizer's list disagrees."""
+    shape = tensors.get("token_embd.weight", ((), 0))[0]
+    if len(shape) != 2:
+        raise ConfigError(
+            "missing tensor token_embd.weight" if not shape else f"token_embd.weight has shape {tuple(shape)}; expected two dimensions"
+        )
+    tokens = metadata.get("tokenizer.ggml.tokens")
+    listed = len(tokens) if isinstance(tokens, list) else 0
+    for count, what in ((declared, "metadata key vocab_size"), (listed, "the tokenizer")):
+        if count and count != shape[0]:
+            raise ConfigError(f"token_embd.weight has {shape[0]} rows but {what} says {count}")
+    return shape[0]

@@ -1,0 +1,89 @@
+"""Gemma 3: norms before and after each half of a layer, QK-norm, five sliding layers to one global, tanh GELU gate."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from quaff.config import AttentionConfig, LayerConfig, ModelConfig, RopeConfig
+from quaff.models import llama
+from quaff.models.family import Builder, Family, Tensors, TensorSpec, Weights, decoder_table, vocab_size
+from quaff.models.metadata import MetadataReader, head_dim, model_name
+
+PATTERN = 6
+LAYERS_27B = 62
+
+
+def config(metadata: Mapping[str, Any], tensors: Tensors) -> ModelConfig:
+    m = MetadataReader(metadata, "gemma3")
+    m.refuse_unless("attention.sliding_window_pattern", (PATTERN,), "a sliding window pattern other than 6")
+    m.refuse_unless("attention.causal", (True,), "attention without a causal mask")
+    m.refuse_unless("attn_logit_softcapping", (0.0,), "attention soft capping in gemma3")
+    m.refuse_unless("final_logit_softcapping", (0.0,), "soft capping of logits")
+    dim, heads, layers = m.integer("embedding_length"), m.integer("attention.head_count"), m.layers()
+    kv_heads, size, window = m.integer("attention.head_count_kv", heads), head_dim(m, dim, heads), m.integer("attention.sliding_window")
+    # The 27B model divides by the width per head instead of the head dimension.
+    scale = float(np.float32(1 / np.sqrt(float(dim // heads if layers == LAYERS_27B else size))))
+    # llama.cpp's default for this architecture is 10000 (its base for global layers comes from the file); sliding layers are never scaled.
+    rotary, factor = m.integer("rope.dimension_count", size), m.linear_rope_factor()
+    full = LayerConfig(
+        "full", AttentionConfig(heads, kv_heads, size, 0, scale), RopeConfig(m.number("rope.freq_base"), rotary, False, factor)
+    )
+    theta = m.number("rope.freq_base_swa", 10000.0)
+    sliding = LayerConfig("sliding", AttentionConfig(heads, kv_heads, size, window, scale), RopeConfig(theta, rotary, False))
+    c = ModelConfig(
+        architecture="gemma3",
+        name=model_name(metadata),
+        dim=dim,
+        ffn_dim=m.integer("feed_forward_length"),
+        vocab=vocab_size(metadata, tensors, m.integer("vocab_size", 0)),
+        context_length=m.integer("context_length"),
+        eps=m.number("attention.layer_norm_rms_epsilon"),
+        layers=tuple(full if (i + 1) % PATTERN == 0 else sliding for i in range(layers)),
+        embedding_scale=float(np.float32(np.sqrt(float(dim)))),
+    )
+    m.finish()
+    return c
+
+
+def table(c: ModelConfig) -> tuple[TensorSpec, ...]:
+    a = c.layers[0].attention
+    q, kv = a.heads * a.head_dim, a.kv_heads * a.head_dim
+    layer = {
+        "attn_norm": (c.dim,),
+        "attn_q": (q, c.dim),
+        "attn_k": (kv, c.dim),
+        "attn_v": (kv, c.dim),
+        "attn_q_norm": (a.head_dim,),
+        "attn_k_norm": (a.head_dim,),
+        "attn_output": (c.dim, q),
+        "post_attention_norm": (c.dim,),
+        "ffn_norm": (c.dim,),
+        "ffn_gate": (c.ffn_dim, c.dim),
+        "ffn_up": (c.ffn_dim, c.dim),
+        "ffn_down": (c.dim, c.ffn_dim),
+        "post_ffw_norm": (c.dim,),
+    }
+    return decoder_table(c, layer)
+
+
+def mixer(g: Builder, c: ModelConfig, layer: LayerConfig, w: Weights) -> None:
+    h = g.rms_norm(g.residual, w.attn_norm, c.eps)
+    q, k, v = g.linear(h, w.attn_q, w.attn_k, w.attn_v)
+    q = g.rope(g.rms_norm(q, w.attn_q_norm, c.eps), layer.rope)
+    k = g.rope(g.rms_norm(k, w.attn_k_norm, c.eps), layer.rope)
+    a = g.linear(g.attention(q, k, v, layer.attention), w.attn_output)
+    g.residual += g.rms_norm(a, w.post_attention_norm, c.eps)
+
+
+def ffn(g: Builder, c: ModelConfig, layer: LayerConfig, w: Weights) -> None:
+    h = g.rms_norm(g.residual, w.ffn_norm, c.eps)
+    gate, up = g.linear(h, w.ffn_gate, w.ffn_up)
+    g.residual += g.rms_norm(g.linear(g.geglu(gate, up), w.ffn_down), w.post_ffw_norm, c.eps)
+
+
+FAMILY = Family(
+    "gemma3", config, table, llama.embed, mixer, ffn, llama.head, refused={"rope_freqs.weight": "rope scaling by frequency factors"}
+)

@@ -1,0 +1,109 @@
+"""Typed reads of a checkpoint's metadata: every key of the architecture is consumed or refused, none is silently ignored."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from quaff.config import MAX_LAYERS
+from quaff.errors import ConfigError, UnsupportedError, quote
+
+# Written by converters, without any effect on the computation.
+HARMLESS = ("tensor_data_layout", "use_parallel_residual", "rope.scaling.original_context_length", "rope.scaling.finetuned")
+
+
+class MetadataReader:
+    """Reads `<architecture>.<key>` entries and remembers which; `finish` raises UnsupportedError if any are left."""
+
+    def __init__(self, metadata: Mapping[str, Any], architecture: str) -> None:
+        self._metadata = metadata
+        self._architecture = architecture
+        self._seen = {f"{architecture}.{key}" for key in HARMLESS}
+
+    def _get(self, key: str) -> tuple[str, Any]:
+        full = f"{self._architecture}.{key}"
+        self._seen.add(full)
+        value = self._metadata.get(full)
+        if isinstance(value, np.ndarray | list):
+            raise UnsupportedError(f"metadata key {full} holds one value per layer; only models whose layers share it are supported")
+        return full, value.item() if isinstance(value, np.generic) else value
+
+    def integer(self, key: str, default: int | None = None) -> int:
+        """An integer >= 0; `default` when the key is absent, ConfigError when there is no default either."""
+        full, value = self._get(key)
+        if value is None and default is not None:
+            return default
+        if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+            raise ConfigError(f"metadata key {full} {_fault(value)}; expected an integer >= 0")
+        return value
+
+    def number(self, key: str, default: float | None = None) -> float:
+        """A finite number; integers are accepted."""
+        full, value = self._get(key)
+        if value is None and default is not None:
+            return default
+        if not isinstance(value, int | float) or isinstance(value, bool) or not math.isfinite(value):
+            raise ConfigError(f"metadata key {full} {_fault(value)}; expected a finite number")
+        return float(value)
+
+    def text(self, key: str, default: str) -> str:
+        full, value = self._get(key)
+        if value is None:
+            return default
+        if not isinstance(value, str):
+            raise ConfigError(f"metadata key {full} {_fault(value)}; expected text")
+        return value
+
+    def refuse_unless(self, key: str, allowed: tuple[Any, ...], feature: str) -> None:
+        """UnsupportedError naming `feature` when the key is present with a value outside `allowed`."""
+        full, value = self._get(key)
+        if value is not None and value not in allowed:
+            raise UnsupportedError(f"{feature} is not supported ({full} {_fault(value)})")
+
+    def linear_rope_factor(self) -> float:
+        """Factor that positions are divided by: the scaling types none and linear; UnsupportedError names any other (yarn ...)."""
+        factor = self.number("rope.scaling.factor", 0.0) or self.number("rope.scale_linear", 0.0)
+        kind = self.text("rope.scaling.type", "linear" if factor else "none")
+        if kind not in ("none", "linear"):
+            raise UnsupportedError(f"rope scaling of type {quote(kind)} is not supported; supported: none, linear")
+        return factor if kind == "linear" and factor else 1.0
+
+    def layers(self) -> int:
+        """Number of layers, bounded before anything is built from it."""
+        count = self.integer("block_count")
+        if not 1 <= count <= MAX_LAYERS:
+            raise ConfigError(f"metadata key {self._architecture}.block_count is {count}; expected 1..{MAX_LAYERS}")
+        return count
+
+    def finish(self) -> None:
+        prefix = f"{self._architecture}."
+        for key in self._metadata:
+            if key.startswith(prefix) and key not in self._seen:
+                raise UnsupportedError(
+                    f"metadata key {quote(key)} is not known for {self._architecture} models; running without it could be wrong"
+                )
+
+
+def head_dim(m: MetadataReader, dim: int, heads: int) -> int:
+    """Width of one head of queries, keys and values: `attention.key_length`, by default dim / heads."""
+    if heads < 1:
+        raise ConfigError("the model has no attention heads")
+    if dim % heads and not m.integer("attention.key_length", 0):
+        raise ConfigError(f"embedding length {dim} does not divide into {heads} attention heads and there is no attention.key_length")
+    size = m.integer("attention.key_length", dim // heads)
+    if m.integer("attention.value_length", size) != size:
+        raise UnsupportedError("attention whose keys and values have different lengths is not supported")
+    return size
+
+
+def model_name(metadata: Mapping[str, Any]) -> str:
+    """`general.name`, or a stand-in; shown to people, never used to decide anything."""
+    name = metadata.get("general.name")
+    return name if isinstance(name, str) and name else "unnamed"
+
+
+def _fault(value: object) -> str:
+    return "is missing" if value is None else f"is {quote(str(value))}"
