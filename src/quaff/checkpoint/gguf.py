@@ -5,7 +5,6 @@ tensor data are mapped. Every count and length is compared with the bytes that a
 Format: the GGUF specification in the ggml repository, docs/gguf.md.
 """
 
-import errno
 import mmap
 import os
 import stat
@@ -322,6 +321,10 @@ def _read(fd: int, path: Path) -> Checkpoint:
     return Checkpoint(path, metadata, views, size, mapped)
 
 
+def _reason(error: OSError | ValueError) -> str:
+    return error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+
+
 def read_gguf(path: Path) -> Checkpoint:
     """Open a GGUF file. Raises CheckpointError and UnsupportedError, with the path in front."""
     try:
@@ -332,14 +335,12 @@ def read_gguf(path: Path) -> Checkpoint:
     except PermissionError:
         raise CheckpointError(f"{path}: not allowed to read this file") from None
     except (OSError, ValueError) as error:
-        reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-        raise CheckpointError(f"{path}: cannot be opened: {reason}") from None
+        raise CheckpointError(f"{path}: cannot be opened: {_reason(error)}") from None
     try:
         return _read(fd, path)
     except QuaffError as error:
         raise type(error)(f"{path}: {error}") from None
     except (OSError, ValueError) as error:
-        reason = os.strerror(error.errno) if isinstance(error, OSError) and error.errno in errno.errorcode else str(error)
-        raise CheckpointError(f"{path}: cannot be read: {reason}") from None
+        raise CheckpointError(f"{path}: cannot be read: {_reason(error)}") from None
     finally:
         os.close(fd)
