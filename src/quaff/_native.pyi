@@ -39,7 +39,6 @@ class Weight:
     @property
     def group(self) -> int: ...
     def dequantize(self, row0: int = 0, count: int = -1) -> F32: ...  # [count, cols]
-    def codes(self) -> tuple[NDArray[np.int8], F32, F32 | None]: ...  # true codes [rows, cols], scale [rows, groups], min or None (integer weights)
 
 class RopeTable:
     """cos and sin by position, grown on demand: inv_freq_i = theta^(-2i/rotary_dim) / linear_factor, float64 code of our own, rounded once."""

@@ -1,0 +1,230 @@
+#include "bindings.h"
+#include "runtime/step.h"
+
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/pair.h>
+#include <nanobind/stl/shared_ptr.h>
+#include <nanobind/stl/tuple.h>
+#include <nanobind/stl/vector.h>
+
+#include <stdexcept>
+#include <string>
+#include <tuple>
+
+namespace quaff {
+
+using namespace nb::literals;
+
+namespace {
+
+std::span<const int32_t> span(const In<int32_t, 1>& a) { return {a.data(), a.size()}; }
+
+void bind_weight(nb::module_& m) {
+    nb::class_<ModelWeight>(m, "Weight")
+        .def(
+            "__init__",
+            [](ModelWeight* self, int32_t type, In<uint8_t, 1> data, int64_t rows, int64_t cols, int threads) {
+                nb::gil_scoped_release release;
+                new (self) ModelWeight{pack_weight(type, data.data(), static_cast<int64_t>(data.size()), rows, cols, threads), {}};
+            },
+            "ggml_type"_a, "data"_a, "rows"_a, "cols"_a, "threads"_a = 1)
+        .def_static(
+            "vector",
+            [](In<float, 1> v) {
+                return std::make_shared<ModelWeight>(ModelWeight{{}, {v.data(), v.data() + v.size()}});
+            },
+            "values"_a)
+        .def_prop_ro("rows", [](const ModelWeight& w) { return w.is_vector() ? 1 : w.matrix.w.rows; })
+        .def_prop_ro("cols", [](const ModelWeight& w) { return w.is_vector() ? static_cast<int64_t>(w.vector.size()) : w.matrix.w.cols; })
+        .def_prop_ro("nbytes",
+                     [](const ModelWeight& w) { return w.is_vector() ? static_cast<int64_t>(w.vector.size() * 4) : w.matrix.bytes; })
+        .def_prop_ro("is_integer", [](const ModelWeight& w) { return !w.is_vector() && w.matrix.w.scales != Scales::kNone; })
+        .def_prop_ro("group", [](const ModelWeight& w) { return w.is_vector() ? 0 : w.matrix.w.group; })
+        .def(
+            "dequantize",
+            [](const ModelWeight& w, int64_t row0, int64_t count) {
+                const int64_t rows = w.is_vector() ? 1 : w.matrix.w.rows,
+                              cols = w.is_vector() ? static_cast<int64_t>(w.vector.size()) : w.matrix.w.cols;
+                if (count < 0)
+                    count = rows - row0;
+                if (row0 < 0 || row0 > rows || count > rows - row0)
+                    throw std::invalid_argument("dequantize: rows out of range");
+                float* out;
+                auto array = new_array<float>({static_cast<size_t>(count), static_cast<size_t>(cols)}, &out);
+                if (w.is_vector())
+                    std::memcpy(out, w.vector.data(), static_cast<size_t>(count * cols) * 4);
+                else
+                    dequantize_rows(w.matrix.w, row0, count, out);
+                return array;
+            },
+            "row0"_a = 0, "count"_a = -1);
+}
+
+void bind_state(nb::module_& m) {
+    nb::class_<RopeTable>(m, "RopeTable")
+        .def(nb::init<double, int64_t, double>(), "theta"_a, "rotary_dim"_a, "linear_factor"_a = 1.0)
+        .def(
+            "rows",
+            [](RopeTable& t, In<int32_t, 1> positions) {
+                float* out;
+                auto array = new_array<float>({positions.size(), static_cast<size_t>(t.rotary_dim())}, &out);
+                for (size_t i = 0; i < positions.size(); ++i) {
+                    if (positions.data()[i] < 0)
+                        throw std::invalid_argument("positions must not be negative");
+                    t.ensure(int64_t{positions.data()[i]} + 1);
+                    std::memcpy(out + i * static_cast<size_t>(t.rotary_dim()), t.row(positions.data()[i]),
+                                static_cast<size_t>(t.rotary_dim()) * 4);
+                }
+                return array;
+            },
+            "positions"_a);
+
+    const auto held = [](const PagePool& p, int32_t page) {
+        if (!p.holds(page))
+            throw std::invalid_argument("page " + std::to_string(page) + " is not in use");
+    };
+    nb::class_<PagePool>(m, "PagePool")
+        .def(nb::init<int64_t, int64_t, int64_t>(), "layers"_a, "kv_heads"_a, "dim"_a)
+        .def_prop_ro("page_bytes", &PagePool::page_bytes)
+        .def_prop_ro("pages_in_use", &PagePool::in_use)
+        .def_prop_ro("bytes_in_use", [](const PagePool& p) { return p.in_use() * p.page_bytes(); })
+        .def("take", &PagePool::take)
+        .def(
+            "give",
+            [held](PagePool& p, int32_t page) {
+                held(p, page);
+                p.give(page);
+            },
+            "page"_a)
+        .def(
+            "copy",
+            [held](PagePool& p, int32_t page) {
+                held(p, page);
+                return p.copy(page);
+            },
+            "page"_a)
+        .def(
+            "array",
+            [held](const PagePool& p, int32_t page) {
+                held(p, page);
+                uint16_t* out;
+                auto array = new_array<uint16_t>(
+                    {static_cast<size_t>(p.layers()), static_cast<size_t>(p.kv_heads()), 2, static_cast<size_t>(kPage * p.dim())}, &out);
+                std::memcpy(out, p.data(page), static_cast<size_t>(p.page_bytes()));
+                return array;
+            },
+            "page"_a);
+}
+
+using OpTuple =
+    std::tuple<int32_t, std::vector<int32_t>, std::vector<int32_t>, std::vector<int32_t>, std::vector<int32_t>, std::vector<float>>;
+
+void bind_program(nb::module_& m) {
+    nb::class_<Program>(m, "Program")
+        .def(
+            "__init__",
+            [](Program* self, const std::vector<std::pair<int64_t, int>>& buffers, const std::vector<OpTuple>& ops) {
+                std::vector<Buffer> b;
+                for (const auto& [width, kind] : buffers)
+                    b.push_back({width, kind != 0});
+                std::vector<Op> o;
+                for (const auto& [kind, in, out, weights, ints, floats] : ops)
+                    o.push_back({static_cast<OpKind>(kind), in, out, weights, ints, floats});
+                new (self) Program(std::move(b), std::move(o));
+            },
+            "buffers"_a, "ops"_a);
+    nb::class_<Model>(m, "Model")
+        .def(nb::init<int64_t, int64_t>(), "dim"_a, "vocab"_a)
+        .def("add_rope", &Model::add_rope, "table"_a)
+        .def(
+            "add_stage",
+            [](Model& self, std::shared_ptr<Program> program, const std::vector<std::shared_ptr<ModelWeight>>& weights) {
+                return self.add_stage(std::move(program), {weights.begin(), weights.end()});
+            },
+            "program"_a, "weights"_a)
+        .def_prop_ro("stages", [](const Model& self) { return self.stages.size(); });
+}
+
+void bind_step(nb::module_& m) {
+    nb::class_<Control>(m, "Control")
+        .def(nb::init<>())
+        .def("cancel", [](Control& c) { c.cancelled = true; })
+        .def_prop_ro("cancelled", [](const Control& c) { return c.cancelled.load(); })
+        .def("reset",
+             [](Control& c) {
+                 c.cancelled = false;
+                 c.cells_done = 0;
+                 c.work_done = 0;
+             })
+        .def_prop_ro("cells_done", [](const Control& c) { return c.cells_done.load(); })
+        .def_prop_ro("work_done", [](const Control& c) { return c.work_done.load(); });
+
+    nb::class_<StepResult>(m, "StepResult")
+        .def_ro("cells_done", &StepResult::cells_done)
+        .def_prop_ro("poisoned",
+                     [](const StepResult& r) {
+                         int32_t* out;
+                         auto array = new_array<int32_t>({r.poisoned.size()}, &out);
+                         std::copy(r.poisoned.begin(), r.poisoned.end(), out);
+                         return array;
+                     })
+        .def_prop_ro("counters", [](const StepResult& r) {
+            const Counters& c = r.counters;
+            nb::dict d;
+            d["weight_bytes_touched"] = c.weight_bytes_touched;
+            d["embedding_bytes_touched"] = c.embedding_bytes_touched;
+            d["head_bytes_touched"] = c.head_bytes_touched;
+            d["launches"] = c.launches;
+            d["macs"] = c.macs;
+            d["attention_macs"] = c.attention_macs;
+            d["head_macs"] = c.head_macs;
+            d["head_rows"] = c.head_rows;
+            d["kv_bytes_written"] = c.kv_bytes_written;
+            return d;
+        });
+
+    nb::class_<Runtime>(m, "Runtime")
+        .def(nb::init<int>(), "threads"_a)
+        .def_prop_ro("threads", &Runtime::threads)
+        .def_prop_ro("scratch_bytes", &Runtime::scratch_bytes)
+        .def(
+            "step",
+            [](Runtime& self, Model& model, const std::vector<PagePool*>& pools, In<int32_t, 1> tokens, In<int32_t, 1> positions,
+               In<int32_t, 1> segment_of_row, const std::vector<std::vector<In<int32_t, 1>>>& page_tables, In<int32_t, 1> cell_stage,
+               In<int32_t, 1> cell_ranges, In<int32_t, 2> ranges, In<int32_t, 1> logits_rows, Out<float, 2> logits, Control& control) {
+                if (ranges.shape(1) != 2)
+                    throw std::invalid_argument("step: ranges must be [n, 2]");
+                if (logits.shape(0) != logits_rows.size() || static_cast<int64_t>(logits.shape(1)) != model.vocab)
+                    throw std::invalid_argument("step: logits must be [len(logits_rows), vocab]");
+                StepInput in;
+                in.tokens = span(tokens);
+                in.positions = span(positions);
+                in.segment_of_row = span(segment_of_row);
+                for (const auto& kind : page_tables) {
+                    auto& tables = in.page_tables.emplace_back();
+                    for (const auto& table : kind)
+                        tables.push_back(span(table));
+                }
+                in.cell_stage = span(cell_stage);
+                in.cell_ranges = span(cell_ranges);
+                in.ranges = {ranges.data(), ranges.size()};
+                in.logits_rows = span(logits_rows);
+                in.logits = logits.data();
+                const std::vector<const PagePool*> held(pools.begin(), pools.end());
+                nb::gil_scoped_release release;
+                return self.step(model, held, in, control);
+            },
+            "model"_a, "pools"_a, "tokens"_a, "positions"_a, "segment_of_row"_a, "page_tables"_a, "cell_stage"_a, "cell_ranges"_a,
+            "ranges"_a, "logits_rows"_a, "logits"_a, "control"_a);
+}
+
+} // namespace
+
+void bind_model(nb::module_& m) {
+    bind_weight(m);
+    bind_state(m);
+    bind_program(m);
+    bind_step(m);
+}
+
+} // namespace quaff

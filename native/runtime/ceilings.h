@@ -1,0 +1,11 @@
+// What this machine can do at most, measured: the denominators of every share we quote.
+#pragma once
+#include <cstdint>
+
+namespace quaff {
+
+double measure_int8(int threads, double seconds);         // multiply-accumulates per second, registers only, all threads
+double measure_fma(int threads, double seconds);          // the same for f32 fma
+double measure_bandwidth(int threads, int64_t megabytes); // bytes per second read from a buffer of that size, best of three passes
+
+} // namespace quaff

@@ -1,0 +1,43 @@
+// Memory of KV pages of one kind: [layer][kv_head][K: dim x 64 | V: 64 x dim] f16, zeroed when taken.
+#pragma once
+#include "numerics.h"
+
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+namespace quaff {
+
+class PagePool {
+public:
+    PagePool(const PagePool&) = delete;
+    PagePool& operator=(const PagePool&) = delete;
+    PagePool(int64_t layers, int64_t kv_heads, int64_t dim); // throws std::invalid_argument for a shape no kernel takes
+
+    int64_t layers() const { return layers_; }
+    int64_t kv_heads() const { return kv_heads_; }
+    int64_t dim() const { return dim_; }
+    int64_t head_elements() const { return 2 * kPage * dim_; }
+    int64_t page_elements() const { return layers_ * kv_heads_ * head_elements(); }
+    int64_t page_bytes() const { return page_elements() * 2; }
+    int64_t in_use() const { return in_use_; }
+
+    int32_t take(); // throws std::bad_alloc
+    int32_t copy(int32_t page);
+    void give(int32_t page); // the memory goes back to the system
+    bool holds(int32_t page) const { return page >= 0 && page < static_cast<int32_t>(pages_.size()) && pages_[page]; }
+    uint16_t* data(int32_t page) const { return pages_[page].get(); }
+
+private:
+    struct Free {
+        void operator()(uint16_t* p) const;
+    };
+    using Page = std::unique_ptr<uint16_t, Free>;
+    int32_t place(Page page);
+
+    int64_t layers_, kv_heads_, dim_, in_use_ = 0;
+    std::vector<Page> pages_;
+    std::vector<int32_t> free_;
+};
+
+} // namespace quaff

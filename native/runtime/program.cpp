@@ -1,0 +1,241 @@
+#include "program.h"
+
+#include <algorithm>
+#include <stdexcept>
+#include <string>
+
+namespace quaff {
+
+namespace {
+
+[[noreturn]] void refuse(size_t op, const std::string& what) { throw std::invalid_argument("op " + std::to_string(op) + ": " + what); }
+
+// How many inputs, outputs, ints and floats each kind takes; -1 = checked by hand (linear).
+struct Arity {
+    const char* name;
+    int inputs, outputs, weights, ints, floats;
+};
+constexpr Arity kArity[] = {
+    {"embed", 0, 1, 1, 0, 1},    {"rms_norm", 1, 2, 1, 1, 1}, {"quantize", 1, 1, 0, 0, 0},
+    {"linear", 2, -1, -1, 2, 0}, {"rope", 1, 1, 0, 4, 0},     {"kv_write", 2, 0, 0, 4, 0},
+    {"attend", 1, 1, 0, 6, 2},   {"glu", 2, 2, 0, 1, 0},      {"add", 1, 1, 0, 0, 0},
+};
+static_assert(std::size(kArity) == static_cast<size_t>(OpKind::kCount));
+
+bool fits(int want, size_t have) { return want < 0 || static_cast<size_t>(want) == have; }
+
+class Checker {
+public:
+    Checker(const Program& program, size_t index) : program_(program), op_(program.ops[index]), index_(index) {}
+
+    void check() {
+        const auto kind = static_cast<int32_t>(op_.kind);
+        if (kind < 0 || kind >= static_cast<int32_t>(OpKind::kCount))
+            refuse(index_, "unknown kind " + std::to_string(kind));
+        const Arity& a = kArity[kind];
+        if (!fits(a.inputs, op_.inputs.size()) || !fits(a.outputs, op_.outputs.size()) || !fits(a.weights, op_.weights.size()) ||
+            !fits(a.ints, op_.ints.size()) || !fits(a.floats, op_.floats.size()))
+            refuse(index_, std::string(a.name) + " has the wrong number of inputs, outputs, weights, ints or floats");
+        const auto& in = op_.inputs;
+        const auto& out = op_.outputs;
+        const auto& ints = op_.ints;
+        switch (op_.kind) {
+        case OpKind::kEmbed:
+            need(out[0] == kResidual, "writes the residual only");
+            break;
+        case OpKind::kRmsNorm:
+            source(in[0]);
+            need(ints[0] >= 1, "heads must be positive");
+            results(out, in[0] == kResidual ? -1 : width(in[0]));
+            break;
+        case OpKind::kQuantize:
+            scratch(in[0], false);
+            scratch(out[0], true);
+            need(width(in[0]) == width(out[0]), "input and output differ in width");
+            break;
+        case OpKind::kLinear:
+            need(ints[0] >= 1 && op_.outputs.size() == static_cast<size_t>(ints[0]) && op_.weights.size() == 2 * op_.outputs.size(),
+                 "n outputs need n weights and n biases");
+            need(in[0] != kNone || in[1] != kNone, "has no input");
+            if (in[0] != kNone)
+                scratch(in[0], true);
+            if (in[1] != kNone)
+                scratch(in[1], false);
+            for (int32_t o : out)
+                if (ints[1])
+                    need(o == kResidual, "accumulates into the residual only");
+                else if (o != kLogits)
+                    scratch(o, false);
+            break;
+        case OpKind::kRope:
+            scratch(in[0], false);
+            need(in[0] == out[0], "works in place");
+            need(ints[0] >= 0 && ints[1] >= 1 && ints[2] >= 2 && width(in[0]) == int64_t{ints[1]} * ints[2], "heads and width disagree");
+            break;
+        case OpKind::kKvWrite:
+            scratch(in[0], false);
+            scratch(in[1], false);
+            need(ints[2] >= 1 && ints[3] >= 1 && width(in[0]) == int64_t{ints[2]} * ints[3] && width(in[1]) == width(in[0]),
+                 "heads and width disagree");
+            break;
+        case OpKind::kAttend:
+            scratch(in[0], false);
+            scratch(out[0], false);
+            need(in[0] != out[0], "cannot work in place");
+            need(ints[3] >= 1 && ints[2] >= 1 && ints[2] % ints[3] == 0, "query heads must be a multiple of KV heads");
+            need(ints[4] >= 16 && ints[4] <= 256 && ints[4] % 16 == 0, "head size must be 16 to 256, a multiple of 16");
+            need(ints[5] >= 0, "window is negative");
+            need(width(in[0]) == int64_t{ints[2]} * ints[4] && width(out[0]) == width(in[0]), "heads and width disagree");
+            break;
+        case OpKind::kGlu:
+            scratch(in[0], false);
+            scratch(in[1], false);
+            need(width(in[0]) == width(in[1]), "gate and up differ in width");
+            need(ints[0] == 0 || ints[0] == 1, "unknown activation");
+            results(out, width(in[0]));
+            break;
+        case OpKind::kAdd:
+            scratch(in[0], false);
+            need(out[0] == kResidual, "adds to the residual only");
+            break;
+        case OpKind::kCount:
+            break;
+        }
+    }
+
+private:
+    void need(bool ok, const char* what) const {
+        if (!ok)
+            refuse(index_, std::string(kArity[static_cast<int32_t>(op_.kind)].name) + " " + what);
+    }
+    int64_t width(int32_t id) const { return program_.buffer(id).width; }
+    void scratch(int32_t id, bool quantized) const {
+        need(id >= kFirstScratch && static_cast<size_t>(id - kFirstScratch) < program_.buffers.size(),
+             "names a buffer that does not exist");
+        need(program_.buffer(id).quantized == quantized, quantized ? "needs an int8 buffer here" : "needs an f32 buffer here");
+    }
+    void source(int32_t id) const {
+        if (id != kResidual)
+            scratch(id, false);
+    }
+    // The f32 result and its quantised form; one of them at least.
+    void results(const std::vector<int32_t>& out, int64_t want) const {
+        need(out[0] != kNone || out[1] != kNone, "has no output");
+        for (int i = 0; i < 2; ++i) {
+            if (out[static_cast<size_t>(i)] == kNone)
+                continue;
+            scratch(out[static_cast<size_t>(i)], i == 1);
+            need(want < 0 || width(out[static_cast<size_t>(i)]) == want, "input and output differ in width");
+        }
+    }
+
+    const Program& program_;
+    const Op& op_;
+    size_t index_;
+};
+
+} // namespace
+
+Program::Program(std::vector<Buffer> b, std::vector<Op> o) : buffers(std::move(b)), ops(std::move(o)) {
+    for (const Buffer& x : buffers)
+        if (x.width < 1 || x.width > (int64_t{1} << 31) || (x.quantized && x.width % kQuantGroup))
+            throw std::invalid_argument("a buffer of width " + std::to_string(x.width) +
+                                        " cannot be made; int8 rows need a multiple of 32");
+    for (size_t i = 0; i < ops.size(); ++i) {
+        Checker(*this, i).check();
+        for (int32_t slot : ops[i].weights) {
+            if (slot < kNone || slot > 4096)
+                refuse(i, "names an impossible weight slot");
+            weight_slots = std::max(weight_slots, slot + 1);
+        }
+    }
+}
+
+int32_t Model::add_rope(std::shared_ptr<RopeTable> table) {
+    ropes.push_back(std::move(table));
+    return static_cast<int32_t>(ropes.size()) - 1;
+}
+
+int32_t Model::add_stage(std::shared_ptr<const Program> program, std::vector<std::shared_ptr<const ModelWeight>> weights) {
+    const Program& p = *program;
+    if (static_cast<int32_t>(weights.size()) != p.weight_slots)
+        throw std::invalid_argument("the program has " + std::to_string(p.weight_slots) + " weight slots, " +
+                                    std::to_string(weights.size()) + " were given");
+    auto width = [&](int32_t id) { return id == kResidual ? dim : id == kLogits ? vocab : p.buffer(id).width; };
+    auto matrix = [&](size_t i, int32_t slot, int64_t rows, int64_t cols) -> const Weight& {
+        if (slot == kNone)
+            refuse(i, "a weight is missing");
+        const ModelWeight& w = *weights[static_cast<size_t>(slot)];
+        if (w.is_vector() || w.matrix.w.rows != rows || w.matrix.w.cols != cols)
+            refuse(i,
+                   "weight slot " + std::to_string(slot) + " is not a " + std::to_string(rows) + " x " + std::to_string(cols) + " matrix");
+        return w.matrix.w;
+    };
+    auto vector = [&](size_t i, int32_t slot, int64_t size) {
+        const ModelWeight& w = *weights[static_cast<size_t>(slot)];
+        if (!w.is_vector() || static_cast<int64_t>(w.vector.size()) != size)
+            refuse(i, "weight slot " + std::to_string(slot) + " is not a vector of " + std::to_string(size));
+    };
+    for (size_t i = 0; i < p.ops.size(); ++i) {
+        const Op& op = p.ops[i];
+        switch (op.kind) {
+        case OpKind::kEmbed:
+            matrix(i, op.weights[0], vocab, dim);
+            break;
+        case OpKind::kRmsNorm: {
+            const int64_t total = width(op.inputs[0]);
+            if (total % op.ints[0] || op.weights[0] == kNone)
+                refuse(i, "rms_norm width is not a multiple of its heads, or has no weight");
+            vector(i, op.weights[0], total / op.ints[0]);
+            for (int32_t out : op.outputs)
+                if (out != kNone && width(out) != total)
+                    refuse(i, "rms_norm input and output differ in width");
+            break;
+        }
+        case OpKind::kLinear: {
+            const size_t n = op.outputs.size();
+            for (size_t j = 0; j < n; ++j) {
+                const int64_t cols = op.inputs[0] != kNone ? width(op.inputs[0]) : width(op.inputs[1]);
+                const Weight& w = matrix(i, op.weights[j], width(op.outputs[j]), cols);
+                const bool integer = w.scales != Scales::kNone;
+                if ((integer ? op.inputs[0] == kNone && op.inputs[1] == kNone : op.inputs[1] == kNone))
+                    refuse(i, "float weights need the f32 input");
+                if (op.inputs[0] != kNone && op.inputs[1] != kNone && width(op.inputs[0]) != width(op.inputs[1]))
+                    refuse(i, "linear inputs differ in width");
+                if (op.weights[n + j] != kNone)
+                    vector(i, op.weights[n + j], w.rows);
+            }
+            break;
+        }
+        case OpKind::kRope:
+            if (op.ints[0] >= static_cast<int32_t>(ropes.size()) || ropes[static_cast<size_t>(op.ints[0])]->rotary_dim() > op.ints[2])
+                refuse(i, "rope names a table that does not exist or is wider than a head");
+            break;
+        case OpKind::kAdd:
+            if (width(op.inputs[0]) != dim)
+                refuse(i, "add input is not as wide as the residual");
+            break;
+        default:
+            break;
+        }
+    }
+    stages.push_back({std::move(program), std::move(weights)});
+    return static_cast<int32_t>(stages.size()) - 1;
+}
+
+void Model::check_pools(const std::vector<const PagePool*>& pools) const {
+    for (const Stage& s : stages)
+        for (size_t i = 0; i < s.program->ops.size(); ++i) {
+            const Op& op = s.program->ops[i];
+            if (op.kind != OpKind::kKvWrite && op.kind != OpKind::kAttend)
+                continue;
+            const bool attend = op.kind == OpKind::kAttend;
+            const int32_t kind = op.ints[0], layer = op.ints[1], heads = op.ints[attend ? 3 : 2], dim = op.ints[attend ? 4 : 3];
+            if (kind < 0 || kind >= static_cast<int32_t>(pools.size()) || layer < 0 ||
+                layer >= pools[static_cast<size_t>(kind)]->layers() || pools[static_cast<size_t>(kind)]->kv_heads() != heads ||
+                pools[static_cast<size_t>(kind)]->dim() != dim)
+                refuse(i, "no page pool of kind " + std::to_string(kind) + " fits layer " + std::to_string(layer));
+        }
+}
+
+} // namespace quaff

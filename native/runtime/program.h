@@ -1,0 +1,62 @@
+// Ops of one stage kind, and a model as a list of stages. The meaning of every op stands in src/quaff/graph/program.py.
+#pragma once
+#include "pack/pack.h"
+#include "pages.h"
+#include "rope.h"
+
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+namespace quaff {
+
+enum class OpKind : int32_t { kEmbed = 0, kRmsNorm, kQuantize, kLinear, kRope, kKvWrite, kAttend, kGlu, kAdd, kCount };
+
+inline constexpr int32_t kResidual = 0, kLogits = 1, kFirstScratch = 2, kNone = -1;
+
+struct Op {
+    OpKind kind;
+    std::vector<int32_t> inputs, outputs, weights, ints;
+    std::vector<float> floats;
+};
+
+struct Buffer {
+    int64_t width;
+    bool quantized; // int8 rows with scales and sums instead of f32
+};
+
+// Checked when built: buffer ids, kinds, counts and widths fit together. All throw std::invalid_argument.
+struct Program {
+    Program(std::vector<Buffer> buffers, std::vector<Op> ops);
+    const Buffer& buffer(int32_t id) const { return buffers[static_cast<size_t>(id - kFirstScratch)]; }
+
+    std::vector<Buffer> buffers; // ids kFirstScratch and up
+    std::vector<Op> ops;
+    int32_t weight_slots = 0;
+};
+
+// A packed matrix, or a float vector when `matrix` is empty.
+struct ModelWeight {
+    PackedWeight matrix;
+    std::vector<float> vector;
+    bool is_vector() const { return !matrix.storage; }
+};
+
+struct Stage {
+    std::shared_ptr<const Program> program;
+    std::vector<std::shared_ptr<const ModelWeight>> weights;
+};
+
+class Model {
+public:
+    Model(int64_t dim, int64_t vocab) : dim(dim), vocab(vocab) {}
+    int32_t add_rope(std::shared_ptr<RopeTable> table);
+    int32_t add_stage(std::shared_ptr<const Program> program, std::vector<std::shared_ptr<const ModelWeight>> weights); // checks shapes
+    void check_pools(const std::vector<const PagePool*>& pools) const; // every KV op finds its pool
+
+    const int64_t dim, vocab;
+    std::vector<std::shared_ptr<RopeTable>> ropes;
+    std::vector<Stage> stages;
+};
+
+} // namespace quaff

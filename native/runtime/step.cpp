@@ -1,0 +1,518 @@
+#include "step.h"
+#include "dispatch.h"
+
+#include <algorithm>
+#include <cmath>
+#include <cstdlib>
+#include <new>
+#include <stdexcept>
+#include <string>
+
+namespace quaff {
+
+namespace {
+
+[[noreturn]] void refuse(const std::string& what) { throw std::invalid_argument("step: " + what); }
+
+constexpr size_t kAlign = 64;
+size_t aligned(size_t bytes) { return (bytes + kAlign - 1) / kAlign * kAlign; }
+
+// Row strides of int8 buffers end with one spare line: a stride that is a multiple of 4096 would put the rows of a tile in one cache set.
+int64_t q_stride(int64_t width) { return width + 64; }
+int64_t s_stride(int64_t width) { return width / kQuantGroup; }
+
+size_t buffer_bytes(const Buffer& b, int64_t rows) {
+    const auto n = static_cast<size_t>(rows);
+    if (!b.quantized)
+        return aligned(n * static_cast<size_t>(b.width) * 4);
+    const auto scales = static_cast<size_t>(s_stride(b.width));
+    return aligned(n * static_cast<size_t>(q_stride(b.width))) + aligned(n * scales * 4) * 2 + aligned(n * scales * 8);
+}
+
+// Few enough that a small cell still feeds every worker, many enough that claiming costs nothing.
+constexpr int64_t kRowsPerUnit = 4;
+// Bytes of weights a worker claims at once when a cell has few rows: claiming costs about 50 ns, reading this much about 2 us.
+constexpr int64_t kBytesPerUnit = 64 << 10;
+constexpr int64_t kFewRows = 4;
+
+} // namespace
+
+uint8_t* Arena::reserve(size_t bytes) {
+    if (bytes > bytes_) {
+        memory_.reset();
+        bytes_ = 0;
+        auto* p = static_cast<uint8_t*>(std::aligned_alloc(kAlign, aligned(bytes)));
+        if (!p)
+            throw std::bad_alloc();
+        memory_ = {p, std::free};
+        bytes_ = aligned(bytes);
+    }
+    return memory_.get();
+}
+
+Runtime::Runtime(int threads) : pool_(threads) {
+    if (threads < 1 || threads > 1024)
+        throw std::invalid_argument("threads must be 1 to 1024, not " + std::to_string(threads));
+}
+
+size_t Runtime::scratch_bytes() const { return residual_.bytes() + buffers_.bytes() + workers_.bytes(); }
+
+// One step: the checked input, the memory of its buffers and the ops of its cells.
+class StepRun {
+public:
+    StepRun(Runtime& runtime, Model& model, const std::vector<const PagePool*>& pools, const StepInput& input, Control& control)
+        : rt_(runtime), model_(model), pools_(pools), in_(input), control_(control), k_(kernels()),
+          rows_(static_cast<int64_t>(input.tokens.size())) {
+        check_rows();
+        check_cells();
+        model_.check_pools(pools_);
+        resolve_pages();
+        for (const auto& rope : model_.ropes)
+            rope->ensure(max_position_ + 1);
+        reserve();
+    }
+
+    StepResult run() {
+        FloatEnvironment environment;
+        const auto cells = static_cast<int64_t>(in_.cell_stage.size());
+        for (int64_t c = 0; c < cells; ++c) {
+            if (control_.cancelled.load(std::memory_order_relaxed))
+                break;
+            cell_rows_.clear();
+            for (int32_t r = in_.cell_ranges[c]; r < in_.cell_ranges[c + 1]; ++r)
+                for (int32_t row = in_.ranges[2 * r]; row < in_.ranges[2 * r + 1]; ++row)
+                    cell_rows_.push_back(row);
+            if (!cell_rows_.empty())
+                run_stage(model_.stages[static_cast<size_t>(in_.cell_stage[c])]);
+            control_.cells_done.store(c + 1, std::memory_order_relaxed);
+            result_.cells_done = c + 1;
+        }
+        result_.poisoned.assign(poisoned_.begin(), poisoned_.end());
+        return std::move(result_);
+    }
+
+private:
+    // ---- checks -------------------------------------------------------------------------------------------------------------------
+    void check_rows() {
+        if (rows_ < 1 || rows_ > (int64_t{1} << 30))
+            refuse("a batch has 1 to 2^30 rows");
+        if (static_cast<int64_t>(in_.positions.size()) != rows_ || static_cast<int64_t>(in_.segment_of_row.size()) != rows_)
+            refuse("tokens, positions and segment_of_row differ in length");
+        for (int64_t r = 0; r < rows_; ++r) {
+            if (in_.tokens[r] < 0 || in_.tokens[r] >= model_.vocab)
+                refuse("token " + std::to_string(in_.tokens[r]) + " is not in the vocabulary");
+            if (in_.positions[r] < 0 || in_.positions[r] >= (1 << 30))
+                refuse("position " + std::to_string(in_.positions[r]) + " is out of range");
+            const int32_t before = r ? in_.segment_of_row[r - 1] : -1;
+            if (in_.segment_of_row[r] != before && in_.segment_of_row[r] != before + 1)
+                refuse("segments must be consecutive");
+            if (in_.segment_of_row[r] == before && in_.positions[r] != in_.positions[r - 1] + 1)
+                refuse("positions of a segment must ascend by one");
+            max_position_ = std::max<int64_t>(max_position_, in_.positions[r]);
+        }
+        segments_ = in_.segment_of_row[rows_ - 1] + 1;
+        poisoned_ = std::vector<std::atomic<int32_t>>(static_cast<size_t>(segments_));
+        logits_index_.assign(static_cast<size_t>(rows_), -1);
+        for (size_t i = 0; i < in_.logits_rows.size(); ++i) {
+            const int32_t row = in_.logits_rows[i];
+            if (row < 0 || row >= rows_ || (i && row <= in_.logits_rows[i - 1]))
+                refuse("logits_rows must be rows of the batch, ascending");
+            logits_index_[static_cast<size_t>(row)] = static_cast<int32_t>(i);
+        }
+    }
+
+    void check_cells() {
+        if (in_.cell_ranges.size() != in_.cell_stage.size() + 1 || in_.cell_ranges.front() != 0 ||
+            static_cast<size_t>(in_.cell_ranges.back()) * 2 != in_.ranges.size())
+            refuse("cell_ranges does not index the ranges");
+        for (size_t c = 0; c < in_.cell_stage.size(); ++c) {
+            if (in_.cell_stage[c] < 0 || static_cast<size_t>(in_.cell_stage[c]) >= model_.stages.size())
+                refuse("a cell names a stage that does not exist");
+            if (in_.cell_ranges[c] > in_.cell_ranges[c + 1])
+                refuse("cell_ranges must ascend");
+            const bool head = writes_logits(model_.stages[static_cast<size_t>(in_.cell_stage[c])]);
+            int64_t count = 0, last = 0;
+            for (int32_t r = in_.cell_ranges[c]; r < in_.cell_ranges[c + 1]; ++r) {
+                const int32_t begin = in_.ranges[2 * r], end = in_.ranges[2 * r + 1];
+                if (begin < last || end < begin || end > rows_)
+                    refuse("row ranges of a cell must ascend and lie in the batch");
+                count += end - begin;
+                last = end;
+                if (head)
+                    for (int32_t row = begin; row < end; ++row)
+                        if (logits_index_[static_cast<size_t>(row)] < 0)
+                            refuse("the head runs for a row whose logits are not wanted");
+            }
+            capacity_ = std::max(capacity_, count);
+        }
+    }
+
+    static bool writes_logits(const Stage& stage) {
+        return std::any_of(stage.program->ops.begin(), stage.program->ops.end(), [](const Op& op) {
+            return op.kind == OpKind::kLinear && std::find(op.outputs.begin(), op.outputs.end(), kLogits) != op.outputs.end();
+        });
+    }
+
+    void resolve_pages() {
+        if (in_.page_tables.size() != pools_.size())
+            refuse("one list of page tables per KV kind is needed");
+        pages_.resize(pools_.size());
+        for (size_t kind = 0; kind < pools_.size(); ++kind) {
+            if (static_cast<int64_t>(in_.page_tables[kind].size()) != segments_)
+                refuse("one page table per segment is needed");
+            for (const auto& table : in_.page_tables[kind]) {
+                std::vector<uint16_t*> pointers;
+                pointers.reserve(table.size());
+                for (int32_t id : table) {
+                    if (id != kNone && !pools_[kind]->holds(id))
+                        refuse("page " + std::to_string(id) + " is not in use");
+                    pointers.push_back(id == kNone ? nullptr : pools_[kind]->data(id));
+                }
+                pages_[kind].push_back(std::move(pointers));
+            }
+        }
+        // Every page a row writes or sees must be there. A handful of (kind, window) pairs exist; a vector beats a set.
+        std::vector<std::pair<int32_t, int32_t>> checked;
+        for (const Stage& stage : model_.stages)
+            for (const Op& op : stage.program->ops) {
+                if (op.kind != OpKind::kAttend && op.kind != OpKind::kKvWrite)
+                    continue;
+                const std::pair<int32_t, int32_t> pair{op.ints[0], op.kind == OpKind::kAttend ? op.ints[5] : 1};
+                if (std::find(checked.begin(), checked.end(), pair) != checked.end())
+                    continue;
+                checked.push_back(pair);
+                check_visible(pair.first, pair.second);
+            }
+    }
+
+    void check_visible(int32_t kind, int32_t window) {
+        for (int64_t r = 0; r < rows_; ++r) {
+            const auto& pages = pages_[static_cast<size_t>(kind)][static_cast<size_t>(in_.segment_of_row[r])];
+            const int64_t position = in_.positions[r], last = position / kPage;
+            const bool first_row = r == 0 || in_.segment_of_row[r - 1] != in_.segment_of_row[r];
+            // The first row sees furthest back; later rows of the segment add only their own page.
+            const int64_t from = !first_row ? last : window ? std::max<int64_t>(0, position - window + 1) / kPage : 0;
+            for (int64_t p = from; p <= last; ++p)
+                if (p >= static_cast<int64_t>(pages.size()) || !pages[static_cast<size_t>(p)])
+                    refuse("the page of position " + std::to_string(p * kPage) + " is missing");
+        }
+    }
+
+    void reserve() {
+        residual_ = reinterpret_cast<float*>(rt_.residual_.reserve(static_cast<size_t>(rows_ * model_.dim) * 4));
+        size_t buffers = 0, scratch = 0;
+        for (const Stage& stage : model_.stages) {
+            size_t sum = 0;
+            for (const Buffer& b : stage.program->buffers)
+                sum += buffer_bytes(b, capacity_);
+            buffers = std::max(buffers, sum);
+            for (const Op& op : stage.program->ops) {
+                if (op.kind == OpKind::kLinear)
+                    for (size_t j = 0; j < op.outputs.size(); ++j)
+                        scratch = std::max(scratch, linear_scratch_bytes(weight(stage, op.weights[j]).matrix.w));
+                if (op.kind == OpKind::kAttend)
+                    scratch = std::max(scratch, attend_scratch_floats(op.ints[4], k_.attend_tile) * 4);
+                if (op.kind == OpKind::kRmsNorm || op.kind == OpKind::kGlu) {
+                    const int32_t out = op.outputs[0] != kNone ? op.outputs[0] : op.outputs[1];
+                    scratch = std::max(scratch, static_cast<size_t>(stage.program->buffer(out).width) * 4);
+                }
+            }
+        }
+        buffers_ = rt_.buffers_.reserve(buffers);
+        scratch_bytes_ = aligned(scratch) + kAlign; // a spare line keeps two workers' ends apart
+        scratch_ = rt_.workers_.reserve(scratch_bytes_ * static_cast<size_t>(rt_.threads()));
+    }
+
+    // ---- one stage ----------------------------------------------------------------------------------------------------------------
+    static const ModelWeight& weight(const Stage& stage, int32_t slot) { return *stage.weights[static_cast<size_t>(slot)]; }
+    int64_t cell_size() const { return static_cast<int64_t>(cell_rows_.size()); }
+    uint8_t* worker_scratch(int worker) const { return scratch_ + scratch_bytes_ * static_cast<size_t>(worker); }
+
+    void run_stage(const Stage& stage) {
+        uint8_t* at = buffers_;
+        floats_.clear();
+        ints_.clear();
+        for (const Buffer& b : stage.program->buffers) {
+            float* f = nullptr;
+            QuantRows q{};
+            if (b.quantized) {
+                const auto n = static_cast<size_t>(capacity_), s = static_cast<size_t>(s_stride(b.width));
+                uint8_t* p = at;
+                q.q = reinterpret_cast<int8_t*>(p);
+                p += aligned(n * static_cast<size_t>(q_stride(b.width)));
+                q.scale = reinterpret_cast<float*>(p);
+                p += aligned(n * s * 4);
+                q.sum32 = reinterpret_cast<int32_t*>(p);
+                p += aligned(n * s * 4);
+                q.sum16 = reinterpret_cast<int32_t*>(p);
+                q.q_stride = q_stride(b.width);
+                q.s_stride = s_stride(b.width);
+            } else {
+                f = reinterpret_cast<float*>(at);
+            }
+            floats_.push_back(f);
+            ints_.push_back(q);
+            at += buffer_bytes(b, capacity_);
+        }
+        program_ = stage.program.get();
+        const bool head = writes_logits(stage);
+        if (head)
+            result_.counters.head_rows += cell_size();
+        for (const Op& op : program_->ops) {
+            run_op(stage, op, head);
+            ++result_.counters.launches;
+            const Counters& c = result_.counters;
+            control_.work_done.store(c.macs + c.attention_macs + c.head_macs, std::memory_order_relaxed);
+        }
+    }
+
+    void run_op(const Stage& stage, const Op& op, bool head) {
+        switch (op.kind) {
+        case OpKind::kEmbed:
+            return embed(stage, op);
+        case OpKind::kRmsNorm:
+            return rms_norm(stage, op);
+        case OpKind::kQuantize:
+            return each_row([&](int64_t i, int) { quantize(buffer_row(op.inputs[0], i), op.outputs[0], i); });
+        case OpKind::kLinear:
+            return linear(stage, op, head);
+        case OpKind::kRope:
+            return rope(op);
+        case OpKind::kKvWrite:
+            return kv_write(op);
+        case OpKind::kAttend:
+            return attend(op);
+        case OpKind::kGlu:
+            return glu(op);
+        case OpKind::kAdd:
+            return each_row([&](int64_t i, int) { k_.add(residual_row(i), buffer_row(op.inputs[0], i), model_.dim); });
+        case OpKind::kCount:
+            break;
+        }
+    }
+
+    // f(cell row, worker) for every row of the cell.
+    template <typename F> void each_row(F&& f) {
+        const int64_t n = cell_size(), units = (n + kRowsPerUnit - 1) / kRowsPerUnit;
+        rt_.pool_.run(units, [&](int64_t u, int worker) {
+            for (int64_t i = u * kRowsPerUnit; i < std::min(n, (u + 1) * kRowsPerUnit); ++i)
+                f(i, worker);
+        });
+    }
+
+    float* residual_row(int64_t i) const { return residual_ + cell_rows_[static_cast<size_t>(i)] * model_.dim; }
+    float* buffer_row(int32_t id, int64_t i) const {
+        return floats_[static_cast<size_t>(id - kFirstScratch)] + i * program_->buffer(id).width;
+    }
+    float* source_row(int32_t id, int64_t i) const { return id == kResidual ? residual_row(i) : buffer_row(id, i); }
+    const QuantRows& quant(int32_t id) const { return ints_[static_cast<size_t>(id - kFirstScratch)]; }
+    int32_t segment_of(int64_t i) const { return in_.segment_of_row[cell_rows_[static_cast<size_t>(i)]]; }
+    int32_t position_of(int64_t i) const { return in_.positions[cell_rows_[static_cast<size_t>(i)]]; }
+
+    void quantize(const float* x, int32_t id, int64_t i) const {
+        const QuantRows& q = quant(id);
+        k_.quantize_row(x, program_->buffer(id).width, q.q + i * q.q_stride, q.scale + i * q.s_stride, q.sum32 + i * q.s_stride,
+                        q.sum16 + i * 2 * q.s_stride);
+    }
+
+    // Where an op that may leave only the quantised form puts its f32 row.
+    float* result_row(const Op& op, int64_t i, int worker) const {
+        return op.outputs[0] != kNone ? buffer_row(op.outputs[0], i) : reinterpret_cast<float*>(worker_scratch(worker));
+    }
+
+    void embed(const Stage& stage, const Op& op) {
+        const ModelWeight& table = weight(stage, op.weights[0]);
+        each_row([&](int64_t i, int) {
+            float* row = residual_row(i);
+            dequantize_rows(table.matrix.w, in_.tokens[cell_rows_[static_cast<size_t>(i)]], 1, row);
+            k_.scale(row, op.floats[0], model_.dim);
+        });
+        result_.counters.embedding_bytes_touched += cell_size() * table.matrix.bytes / table.matrix.w.rows;
+    }
+
+    void rms_norm(const Stage& stage, const Op& op) {
+        const std::vector<float>& w = weight(stage, op.weights[0]).vector;
+        const auto n = static_cast<int64_t>(w.size());
+        each_row([&](int64_t i, int worker) {
+            const float* x = source_row(op.inputs[0], i);
+            float* y = result_row(op, i, worker);
+            for (int64_t h = 0; h < op.ints[0]; ++h) {
+                const float s = k_.rms_norm(x + h * n, w.data(), op.floats[0], n, y + h * n);
+                if (!std::isfinite(s))
+                    poisoned_[static_cast<size_t>(segment_of(i))].store(1, std::memory_order_relaxed);
+            }
+            if (op.outputs[1] != kNone)
+                quantize(y, op.outputs[1], i);
+        });
+    }
+
+    void linear(const Stage& stage, const Op& op, bool head) {
+        const size_t n = op.outputs.size();
+        const int64_t rows = cell_size();
+        std::vector<LinearArgs> args(n);
+        std::vector<int64_t> first(n + 1, 0), panels_per_unit(n);
+        for (size_t j = 0; j < n; ++j) {
+            const ModelWeight& mw = weight(stage, op.weights[j]);
+            const Weight& w = mw.matrix.w;
+            const int32_t out = op.outputs[j];
+            LinearArgs& a = args[j];
+            a.w = &w;
+            a.rows = rows;
+            if (op.inputs[0] != kNone && w.scales != Scales::kNone) {
+                a.x = &quant(op.inputs[0]);
+            } else {
+                a.xf = floats_[static_cast<size_t>(op.inputs[1] - kFirstScratch)];
+                a.xf_stride = program_->buffer(op.inputs[1]).width;
+            }
+            if (op.weights[n + j] != kNone)
+                a.bias = weight(stage, op.weights[n + j]).vector.data();
+            a.accumulate = op.ints[1] != 0;
+            if (out == kResidual) {
+                a.out = residual_;
+                a.out_stride = model_.dim;
+                a.row_map = cell_rows_.data();
+            } else if (out == kLogits) {
+                logits_map_.resize(static_cast<size_t>(rows));
+                for (int64_t i = 0; i < rows; ++i)
+                    logits_map_[static_cast<size_t>(i)] = logits_index_[static_cast<size_t>(cell_rows_[static_cast<size_t>(i)])];
+                a.out = in_.logits;
+                a.out_stride = model_.vocab;
+                a.row_map = logits_map_.data();
+            } else {
+                a.out = floats_[static_cast<size_t>(out - kFirstScratch)];
+                a.out_stride = program_->buffer(out).width;
+            }
+            const int64_t panels = panel_count(w);
+            int64_t per_unit = k_.panels_per_unit;
+            if (rows <= kFewRows) {
+                const int64_t share = std::max<int64_t>(1, panels / (4 * rt_.threads()));
+                const int64_t want = std::min(share, kBytesPerUnit / std::max<int64_t>(1, w.panel_bytes));
+                per_unit = std::max(per_unit, want / per_unit * per_unit);
+            }
+            panels_per_unit[j] = per_unit;
+            first[j + 1] = first[j] + (panels + per_unit - 1) / per_unit;
+            auto& c = result_.counters;
+            (head ? c.head_bytes_touched : c.weight_bytes_touched) += mw.matrix.bytes;
+            (head ? c.head_macs : c.macs) += rows * w.rows * w.cols;
+        }
+        rt_.pool_.run(first[n], [&](int64_t u, int worker) {
+            size_t j = 0;
+            while (u >= first[j + 1])
+                ++j;
+            const int64_t begin = (u - first[j]) * panels_per_unit[j], end = std::min(begin + panels_per_unit[j], panel_count(*args[j].w));
+            (args[j].x ? k_.linear_int : k_.linear_float)(&args[j], begin, end, worker_scratch(worker));
+        });
+    }
+
+    void rope(const Op& op) {
+        const RopeTable& table = *model_.ropes[static_cast<size_t>(op.ints[0])];
+        each_row([&](int64_t i, int) {
+            k_.rope(buffer_row(op.inputs[0], i), table.row(position_of(i)), op.ints[1], op.ints[2], table.rotary_dim() / 2,
+                    op.ints[3] != 0);
+        });
+    }
+
+    void kv_write(const Op& op) {
+        const PagePool& pool = *pools_[static_cast<size_t>(op.ints[0])];
+        const int64_t heads = op.ints[2], dim = op.ints[3], offset = op.ints[1] * heads * pool.head_elements();
+        each_row([&](int64_t i, int) {
+            const int64_t position = position_of(i);
+            uint16_t* page =
+                pages_[static_cast<size_t>(op.ints[0])][static_cast<size_t>(segment_of(i))][static_cast<size_t>(position / kPage)];
+            for (int64_t h = 0; h < heads; ++h) {
+                uint16_t* k = page + offset + h * pool.head_elements();
+                k_.kv_write(buffer_row(op.inputs[0], i) + h * dim, buffer_row(op.inputs[1], i) + h * dim, k, k + kPage * dim, dim,
+                            position % kPage);
+            }
+        });
+        result_.counters.kv_bytes_written += cell_size() * heads * dim * 4;
+    }
+
+    void attend(const Op& op) {
+        const PagePool& pool = *pools_[static_cast<size_t>(op.ints[0])];
+        const int64_t heads = op.ints[2], kv_heads = op.ints[3], dim = op.ints[4], window = op.ints[5], group = heads / kv_heads;
+        // Rows of one segment side by side; their query vectors, row by row and head by head of the group, fill tiles.
+        struct Run {
+            int64_t begin, rows, tiles, first_unit;
+        };
+        std::vector<Run> runs;
+        int64_t units = 0;
+        for (int64_t i = 0; i < cell_size(); ++i) {
+            if (i == 0 || segment_of(i) != segment_of(i - 1))
+                runs.push_back({i, 0, 0, 0});
+            ++runs.back().rows;
+            const int64_t position = position_of(i), visible = window ? std::min<int64_t>(position + 1, window) : position + 1;
+            result_.counters.attention_macs += visible * 2 * dim * heads;
+        }
+        for (Run& r : runs) {
+            r.tiles = (r.rows * group + k_.attend_tile - 1) / k_.attend_tile;
+            r.first_unit = units;
+            units += r.tiles * kv_heads;
+        }
+        rt_.pool_.run(units, [&](int64_t u, int worker) {
+            // Within a run the last tiles see most positions and are claimed first: the short ones fill the end.
+            const auto next = std::upper_bound(runs.begin(), runs.end(), u, [](int64_t unit, const Run& r) { return unit < r.first_unit; });
+            const Run& r = *(next - 1);
+            const int64_t head = (u - r.first_unit) / r.tiles, tile = r.tiles - 1 - (u - r.first_unit) % r.tiles;
+            constexpr int kMaxTile = 64;
+            const float* q[kMaxTile];
+            float* out[kMaxTile];
+            int32_t position[kMaxTile];
+            AttendArgs a{};
+            for (int64_t v = tile * k_.attend_tile; v < std::min((tile + 1) * k_.attend_tile, r.rows * group); ++v, ++a.count) {
+                const int64_t i = r.begin + v / group, at = (head * group + v % group) * dim;
+                q[a.count] = buffer_row(op.inputs[0], i) + at;
+                out[a.count] = buffer_row(op.outputs[0], i) + at;
+                position[a.count] = position_of(i);
+            }
+            a.q = q;
+            a.out = out;
+            a.position = position;
+            a.pages = pages_[static_cast<size_t>(op.ints[0])][static_cast<size_t>(segment_of(r.begin))].data();
+            a.head_offset = (op.ints[1] * kv_heads + head) * pool.head_elements();
+            a.dim = static_cast<int32_t>(dim);
+            a.window = static_cast<int32_t>(window);
+            a.scale = op.floats[0];
+            a.cap = op.floats[1];
+            a.scratch = reinterpret_cast<float*>(worker_scratch(worker));
+            k_.attend(&a);
+        });
+    }
+
+    void glu(const Op& op) {
+        const int64_t n = program_->buffer(op.inputs[0]).width;
+        const auto act = op.ints[0] == 0 ? k_.swiglu : k_.geglu_tanh;
+        each_row([&](int64_t i, int worker) {
+            float* y = result_row(op, i, worker);
+            act(buffer_row(op.inputs[0], i), buffer_row(op.inputs[1], i), y, n);
+            if (op.outputs[1] != kNone)
+                quantize(y, op.outputs[1], i);
+        });
+    }
+
+    Runtime& rt_;
+    Model& model_;
+    const std::vector<const PagePool*>& pools_;
+    const StepInput& in_;
+    Control& control_;
+    const KernelTable& k_;
+    const int64_t rows_;
+    int64_t capacity_ = 1, max_position_ = 0;
+    int32_t segments_ = 0;
+    std::vector<std::atomic<int32_t>> poisoned_;
+    std::vector<int32_t> logits_index_, logits_map_, cell_rows_;
+    std::vector<std::vector<std::vector<uint16_t*>>> pages_; // [kind][segment][page]
+    float* residual_ = nullptr;
+    uint8_t *buffers_ = nullptr, *scratch_ = nullptr;
+    size_t scratch_bytes_ = 0;
+    const Program* program_ = nullptr;
+    std::vector<float*> floats_;
+    std::vector<QuantRows> ints_;
+    StepResult result_;
+};
+
+StepResult Runtime::step(Model& model, const std::vector<const PagePool*>& pools, const StepInput& input, Control& control) {
+    return StepRun(*this, model, pools, input, control).run();
+}
+
+} // namespace quaff

@@ -1,0 +1,63 @@
+// The executor: runs the cells of one step in order. Order is the caller's policy; memory safety is checked here.
+#pragma once
+#include "program.h"
+#include "threads.h"
+
+#include <atomic>
+#include <span>
+
+namespace quaff {
+
+// Shared with other threads while a step runs.
+struct Control {
+    std::atomic<bool> cancelled{false};
+    std::atomic<int64_t> cells_done{0};
+    std::atomic<int64_t> work_done{0}; // multiply-accumulates finished, layers, attention and head together
+};
+
+struct Counters { // batch.Counters says what each one counts
+    int64_t weight_bytes_touched = 0, embedding_bytes_touched = 0, head_bytes_touched = 0, launches = 0, macs = 0, attention_macs = 0,
+            head_macs = 0, head_rows = 0, kv_bytes_written = 0;
+};
+
+struct StepInput {
+    std::span<const int32_t> tokens, positions, segment_of_row; // one per row; rows of a segment are consecutive, positions ascend by one
+    std::vector<std::vector<std::span<const int32_t>>> page_tables; // [kind][segment]
+    std::span<const int32_t> cell_stage, cell_ranges, ranges;       // ranges: pairs of row begin, end
+    std::span<const int32_t> logits_rows;
+    float* logits = nullptr; // [logits_rows][vocab]
+};
+
+struct StepResult {
+    int64_t cells_done = 0;
+    std::vector<int32_t> poisoned; // per segment
+    Counters counters;
+};
+
+// Growing 64-byte aligned memory whose content is not kept.
+class Arena {
+public:
+    uint8_t* reserve(size_t bytes); // throws std::bad_alloc
+    size_t bytes() const { return bytes_; }
+
+private:
+    std::unique_ptr<uint8_t, void (*)(void*)> memory_{nullptr, nullptr};
+    size_t bytes_ = 0;
+};
+
+class Runtime {
+public:
+    explicit Runtime(int threads);
+    int threads() const { return pool_.size(); }
+    size_t scratch_bytes() const;
+
+    // Throws std::invalid_argument before anything is computed, std::bad_alloc when scratch cannot grow.
+    StepResult step(Model& model, const std::vector<const PagePool*>& pools, const StepInput& input, Control& control);
+
+private:
+    friend class StepRun;
+    ThreadPool pool_;
+    Arena residual_, buffers_, workers_;
+};
+
+} // namespace quaff

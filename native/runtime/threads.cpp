@@ -1,0 +1,116 @@
+#include "threads.h"
+
+#include <chrono>
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+namespace quaff {
+
+namespace {
+
+inline void pause() {
+#if defined(__x86_64__)
+    _mm_pause();
+#elif defined(__aarch64__)
+    asm volatile("yield");
+#endif
+}
+
+// Long enough to bridge the gap between two ops of a step, short enough that an idle engine costs nothing.
+constexpr auto kSpin = std::chrono::microseconds(100);
+
+// Spins until ready() or the bound has passed; the clock is read rarely, since reading it costs more than a pause.
+template <typename Ready> bool spin(Ready&& ready) {
+    const auto end = std::chrono::steady_clock::now() + kSpin;
+    do {
+        for (int i = 0; i < 64; ++i) {
+            if (ready())
+                return true;
+            pause();
+        }
+    } while (std::chrono::steady_clock::now() < end);
+    return ready();
+}
+
+} // namespace
+
+ThreadPool::ThreadPool(int threads) {
+    workers_.reserve(threads > 1 ? threads - 1 : 0);
+    for (int i = 1; i < threads; ++i)
+        workers_.emplace_back([this, i] { loop(i); });
+}
+
+ThreadPool::~ThreadPool() {
+    stop_.store(true);
+    epoch_.fetch_add(1);
+    epoch_.notify_all();
+    for (std::thread& t : workers_)
+        t.join();
+}
+
+bool ThreadPool::work(int worker) {
+    bool any = false;
+    uint64_t s = state_.load(std::memory_order_acquire);
+    while ((s & 0xffffffffu) < (s >> 32)) {
+        if (!state_.compare_exchange_weak(s, s + 1, std::memory_order_acq_rel, std::memory_order_acquire))
+            continue;
+        call_(context_, static_cast<int64_t>(s & 0xffffffffu), worker);
+        done_.fetch_add(1, std::memory_order_release);
+        any = true;
+        s = state_.load(std::memory_order_acquire);
+    }
+    return any;
+}
+
+void ThreadPool::start(Call call, void* context, int64_t units) {
+    call_ = call;
+    context_ = context;
+    done_.store(0, std::memory_order_relaxed);
+    state_.store(static_cast<uint64_t>(units) << 32, std::memory_order_release);
+    epoch_.fetch_add(1);
+    if (sleepers_.load() > 0)
+        epoch_.notify_all();
+    work(0);
+    // A worker may still hold a unit. It is running, not sleeping, unless the system took its core: then yield ours.
+    while (!spin([&] { return done_.load(std::memory_order_acquire) == units; }))
+        std::this_thread::yield();
+}
+
+void ThreadPool::loop(int worker) {
+    FloatEnvironment environment;
+    while (!stop_.load(std::memory_order_relaxed)) {
+        if (work(worker))
+            continue;
+        const auto pending = [&] {
+            const uint64_t s = state_.load(std::memory_order_acquire);
+            return (s & 0xffffffffu) < (s >> 32) || stop_.load(std::memory_order_relaxed);
+        };
+        if (spin(pending))
+            continue;
+        // Order matters: the epoch is read before the last look, so work published after it changes the epoch and wait() returns.
+        sleepers_.fetch_add(1);
+        const uint32_t seen = epoch_.load();
+        if (!pending())
+            epoch_.wait(seen);
+        sleepers_.fetch_sub(1);
+    }
+}
+
+#if defined(__x86_64__)
+FloatEnvironment::FloatEnvironment() : saved_(_mm_getcsr()) { _mm_setcsr(0x1f80); }
+FloatEnvironment::~FloatEnvironment() { _mm_setcsr(static_cast<uint32_t>(saved_)); }
+#elif defined(__aarch64__)
+FloatEnvironment::FloatEnvironment() {
+    asm volatile("mrs %0, fpcr" : "=r"(saved_));
+    const uint64_t zero = 0;
+    asm volatile("msr fpcr, %0" ::"r"(zero));
+}
+FloatEnvironment::~FloatEnvironment() { asm volatile("msr fpcr, %0" ::"r"(saved_)); }
+#else
+FloatEnvironment::FloatEnvironment() : saved_(0) {}
+FloatEnvironment::~FloatEnvironment() {}
+#endif
+
+} // namespace quaff
