@@ -100,7 +100,7 @@ def token_major(grid: Grid) -> Iterator[Cell]:
 
 
 def layer_major(grid: Grid, chunk: int) -> Iterator[Cell]:
-    """One stage at a time: mixers in cells of `chunk` rows (attention scratch stays small), all other stages over all their rows at once."""
+    """One stage at a time: mixers in cells of `chunk` rows (attention scratch stays small), other stages over all their rows at once."""
     for stage, rows in enumerate(grid.needed()):
         if grid.stages[stage] == "mixer":
             for begin in range(0, grid.rows, chunk):
@@ -219,7 +219,7 @@ def compile_order(grid: Grid, order: Order) -> CompiledSchedule:
 
 @dataclass(frozen=True, slots=True)
 class StageCost:
-    """What one cell of a stage costs. `weight_bytes` and `launches` per cell, `macs` per row; the table is the embedding's bytes and rows."""
+    """What a cell of a stage costs: `launches` and `weight_bytes` per cell, `macs` and `kv_bytes` per row; the table is the embedding."""
 
     spec: StageSpec
     launches: int

@@ -76,7 +76,9 @@ def test_random_legal_interleavings_pass(grid: Grid, order: Order, data: st.Data
 
     def ready() -> Iterator[int]:
         for row, stage in level.items():
-            if stage < len(grid.stages) and row in needed[stage] and (grid.stages[stage] != "mixer" or row in first or level[row - 1] > stage):
+            if stage == len(grid.stages) or row not in needed[stage]:
+                continue
+            if grid.stages[stage] != "mixer" or row in first or level[row - 1] > stage:
                 yield row
 
     while rows := list(ready()):

@@ -1,0 +1,1 @@
+"""What a sequence leaves behind: KV pages and who holds them."""

@@ -1,0 +1,1 @@
+"""The loop: requests in, batches through the model, tokens out."""

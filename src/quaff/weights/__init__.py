@@ -1,0 +1,1 @@
+"""Views of a checkpoint -> packed weights in memory, within one byte budget."""

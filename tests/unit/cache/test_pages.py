@@ -1,0 +1,287 @@
+"""Page tables: growth, sharing, copy on write, sliding windows, one budget, and a hash that does not see the path."""
+
+import hashlib
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from quaff.batch import PAGE
+from quaff.cache.pages import FREED, PageCache, pages_for
+from quaff.errors import MemoryBudgetError
+from quaff.graph.program import KVKind
+from quaff.weights.budget import Accountant, human_bytes
+
+
+@dataclass
+class FakePool:
+    """Pages as NumPy arrays [layers, kv_heads, 2, 64*dim], zeroed when taken."""
+
+    layers: int
+    kv_heads: int
+    dim: int
+    pages: dict[int, NDArray[np.uint16]] = field(default_factory=dict)
+    next_id: int = 0
+
+    @property
+    def page_bytes(self) -> int:
+        return self.layers * self.kv_heads * 2 * PAGE * self.dim * 2
+
+    def take(self) -> int:
+        self.next_id += 1
+        self.pages[self.next_id] = np.zeros((self.layers, self.kv_heads, 2, PAGE * self.dim), np.uint16)
+        return self.next_id
+
+    def give(self, page: int) -> None:
+        del self.pages[page]
+
+    def copy(self, page: int) -> int:
+        new = self.take()
+        self.pages[new][:] = self.pages[page]
+        return new
+
+    def array(self, page: int) -> NDArray[np.uint16]:
+        return self.pages[page].copy()
+
+
+def make(windows: tuple[int, ...] = (0,), limit: int | None = None, dim: int = 16) -> PageCache:
+    kinds = [KVKind(f"kind{i}", (2 * i, 2 * i + 1), 1, dim, w) for i, w in enumerate(windows)]
+    return PageCache(kinds, [FakePool(2, 1, dim) for _ in windows], Accountant(limit))
+
+
+def write(cache: PageCache, sequence: int, tokens: list[int]) -> None:
+    """What a step does: grow, write a value that names the token and the position into K and V, commit."""
+    start = cache.written(sequence)
+    cache.grow(sequence, start + len(tokens))
+    for k, table in enumerate(cache.tables(sequence)):
+        pool = cache.pools[k]
+        assert isinstance(pool, FakePool)
+        dim = pool.dim
+        for i, token in enumerate(tokens):
+            p = start + i
+            page = pool.pages[int(table[p // PAGE])]
+            page[:, :, 0].reshape(2, 1, dim, PAGE)[..., p % PAGE] = token * 7 + p
+            page[:, :, 1].reshape(2, 1, PAGE, dim)[:, :, p % PAGE] = token * 7 + p + 1
+    cache.commit(sequence, start + len(tokens))
+
+
+def test_pages_are_taken_on_demand_and_given_back() -> None:
+    cache = make()
+    s = cache.create()
+    for n, pages in ((1, 1), (63, 1), (1, 2), (64, 3), (63, 3)):
+        write(cache, s, [1] * n)
+        assert cache.pages_in_use == (pages,)
+        assert len(cache.tables(s)[0]) == pages
+    used = cache.accountant.used_bytes
+    assert used == 3 * cache.pools[0].page_bytes
+    cache.free(s)
+    assert cache.pages_in_use == (0,)
+    assert cache.accountant.used_bytes == 0
+
+
+def test_commit_of_a_finished_prefix_drops_the_rest() -> None:
+    cache = make()
+    s = cache.create()
+    cache.grow(s, 300)
+    assert cache.pages_in_use == (5,)
+    cache.commit(s, 70)
+    assert (cache.written(s), cache.pages_in_use) == (70, (2,))
+    with pytest.raises(ValueError, match="cannot be finished"):
+        cache.commit(s, 129)
+
+
+@pytest.mark.parametrize("length", [0, 1, 63, 64, 65, 127, 128, 129])
+def test_fork_at_block_boundaries_leaves_the_other_alone(length: int) -> None:
+    """Block boundary: prefixes of one page, one less and one more, and twice that."""
+    cache = make()
+    a = cache.create()
+    write(cache, a, list(range(150)))
+    before = cache.kv_sha256(a)
+    b = cache.fork(a, length)
+    write(cache, b, list(range(1000, 1010)))
+    assert cache.kv_sha256(a) == before
+    alone = cache.create()
+    write(cache, alone, list(range(length)))
+    write(cache, alone, list(range(1000, 1010)))
+    assert cache.kv_sha256(b) == cache.kv_sha256(alone)
+    write(cache, a, [5])
+    assert cache.kv_sha256(b) == cache.kv_sha256(alone)
+
+
+def test_full_pages_are_shared_and_only_the_partial_one_is_copied() -> None:
+    cache = make()
+    a = cache.create()
+    write(cache, a, [1] * 150)
+    b = cache.fork(a)
+    assert cache.pages_in_use == (3,)
+    write(cache, b, [2])
+    assert cache.pages_in_use == (4,)
+    ta, tb = cache.tables(a)[0], cache.tables(b)[0]
+    assert ta[0] == tb[0]
+    assert ta[1] == tb[1]
+    assert ta[2] != tb[2]
+    cache.free(a)
+    assert cache.pages_in_use == (3,)
+    cache.free(b)
+    assert cache.pages_in_use == (0,)
+
+
+@pytest.mark.parametrize("window", [1, 5, 63, 64, 65, 100, 512])
+def test_sliding_pages_live_exactly_as_long_as_a_row_can_see_them(window: int) -> None:
+    cache = make((window,))
+    s = cache.create()
+    for n in range(1, 700):
+        write(cache, s, [n % 50])
+        table = cache.tables(s)[0]
+        seen = {j // PAGE for j in range(n) if j > n - window}
+        held = {p for p, page in enumerate(table.tolist()) if page != FREED}
+        assert seen <= held
+        assert len(held) <= len(seen | {(n - 1) // PAGE})
+        assert cache.visible(0, s) == (max(0, n - window + 1), n)
+
+
+def test_what_a_window_left_behind_cannot_come_back() -> None:
+    cache = make((0, 64))
+    s = cache.create()
+    write(cache, s, [1] * 400)
+    assert not cache.can_shorten(s, 100)
+    with pytest.raises(ValueError, match="left behind"):
+        cache.fork(s, 100)
+    with pytest.raises(ValueError, match="left behind"):
+        cache.truncate(s, 100)
+    with pytest.raises(ValueError, match="outside"):
+        cache.truncate(s, 401)
+    shortest = min(n for n in range(401) if cache.can_shorten(s, n))
+    assert shortest == 5 * PAGE + 64 - 1
+    cache.truncate(s, shortest)
+    fresh = cache.create()
+    write(cache, fresh, [1] * shortest)
+    assert cache.kv_sha256(s) == cache.kv_sha256(fresh)
+
+
+def test_hash_is_of_written_visible_positions_in_the_stated_order() -> None:
+    cache = make((0, 70))
+    s = cache.create()
+    tokens = [3 * i % 11 for i in range(200)]
+    write(cache, s, tokens)
+    digest = hashlib.sha256()
+    for window in (0, 70):
+        begin = max(0, 200 - window + 1) if window else 0
+        k = np.array([[tokens[p] * 7 + p] * 16 for p in range(begin, 200)], dtype="<u2")
+        for _layer in range(2):
+            digest.update(k.tobytes() + (k + 1).tobytes())
+    assert cache.kv_sha256(s) == digest.hexdigest()
+
+
+def test_hash_sees_one_changed_bit() -> None:
+    """Negative control of every comparison of state."""
+    cache = make()
+    s = cache.create()
+    write(cache, s, [1] * 70)
+    before = cache.kv_sha256(s)
+    pool = cache.pools[0]
+    assert isinstance(pool, FakePool)
+    page = pool.pages[int(cache.tables(s)[0][1])]
+    page[1, 0, 1, 5 * 16] ^= 1  # V of position 69
+    assert cache.kv_sha256(s) != before
+    page[1, 0, 1, 5 * 16] ^= 1
+    page[1, 0, 1, 6 * 16] ^= 1  # position 70 is not written
+    assert cache.kv_sha256(s) == before
+
+
+def test_budget_is_asked_before_pages_are_taken() -> None:
+    page = make().pools[0].page_bytes
+    cache = make(limit=3 * page)
+    s = cache.create()
+    write(cache, s, [1] * 192)
+    with pytest.raises(MemoryBudgetError, match="budget"):
+        cache.grow(s, 193)
+    assert cache.pages_in_use == (3,)
+    with pytest.raises(MemoryBudgetError):
+        cache.fork(s)
+    assert cache.sequences == 1
+    assert cache.accountant.used_bytes == 3 * page
+    cache.truncate(s, 100)
+    assert cache.accountant.used_bytes == 2 * page
+
+
+def test_reservation_is_taken_whole_and_growth_uses_it() -> None:
+    page = make().pools[0].page_bytes
+    cache = make((0, 64), limit=20 * page)
+    s = cache.create()
+    cache.reserve(s, 500, 32)
+    reserved = cache.accountant.used_bytes
+    assert reserved == cache.peak_bytes(500, 32)
+    for _ in range(15):
+        write(cache, s, [1] * 32)
+        assert cache.accountant.used_bytes == reserved
+    t = cache.create()
+    with pytest.raises(MemoryBudgetError, match="500 tokens"):
+        cache.reserve(t, 500, 32)
+    cache.free(s)
+    cache.reserve(t, 500, 32)
+
+
+def test_accountant_counts() -> None:
+    a = Accountant(100)
+    a.take(60, "a")
+    with pytest.raises(MemoryBudgetError, match=r"b needs 50 B, but 60 B of the budget of 100 B"):
+        a.take(50, "b")
+    assert a.free_bytes == 40
+    a.give(60)
+    with pytest.raises(ValueError, match="given back"):
+        a.give(1)
+    assert Accountant().fits(1 << 60)
+    assert human_bytes(1536) == "1.5 KiB"
+    assert human_bytes(5 << 40) == "5.0 TiB"
+
+
+@settings(max_examples=120, deadline=None)
+@given(st.data())
+def test_random_operations_keep_contents_counts_and_budget(data: st.DataObject) -> None:
+    """Any mix of write, fork, truncate and free: every sequence reads as if it were alone, and nothing leaks."""
+    windows = data.draw(st.sampled_from([(0,), (0, 40), (100, 0)]))
+    cache = make(windows)
+    model: dict[int, list[int]] = {cache.create(): []}
+    for step in range(data.draw(st.integers(1, 25))):
+        if not model:
+            model[cache.create()] = []
+        s = data.draw(st.sampled_from(sorted(model)))
+        action = data.draw(st.sampled_from(["write", "write", "fork", "truncate", "free", "reserve"]))
+        if action == "write":
+            tokens = [(step * 31 + i) % 97 for i in range(data.draw(st.integers(1, 90)))]
+            write(cache, s, tokens)
+            model[s] += tokens
+        elif action in ("fork", "truncate"):
+            length = data.draw(st.integers(0, len(model[s])))
+            if not cache.can_shorten(s, length):
+                continue
+            if action == "fork":
+                model[cache.fork(s, length)] = model[s][:length]
+            else:
+                cache.truncate(s, length)
+                del model[s][length:]
+        elif action == "reserve":
+            cache.reserve(s, len(model[s]) + 100, 90)
+        else:
+            cache.free(s)
+            del model[s]
+        assert cache.accountant.used_bytes >= sum(n * p.page_bytes for n, p in zip(cache.pages_in_use, cache.pools, strict=True))
+    for s, tokens in model.items():
+        assert cache.written(s) == len(tokens)
+        alone = make(windows)
+        t = alone.create()
+        if tokens:
+            write(alone, t, tokens)
+        assert cache.kv_sha256(s) == alone.kv_sha256(t)
+    for s in list(model):
+        cache.free(s)
+    assert cache.accountant.used_bytes == 0
+    assert all(not pool.pages for pool in cache.pools if isinstance(pool, FakePool))
+
+
+def test_pages_for() -> None:
+    assert [pages_for(n) for n in (0, 1, 64, 65, 128)] == [0, 1, 1, 2, 2]
