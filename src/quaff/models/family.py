@@ -51,13 +51,17 @@ class Weights:
         return WeightRef(name, shape, ggml_type not in (F32_TYPE, F16_TYPE, BF16_TYPE), bias)
 
 
-class Value(Protocol):
-    """Rows of f32 values that an op produced."""
+@dataclass(eq=False, slots=True)
+class Value:
+    """Rows of `width` f32 values in a buffer of the stage being built. `g.residual += x` adds in place."""
 
-    @property
-    def width(self) -> int: ...
+    builder: Builder
+    buffer: int
+    width: int
 
-    def __iadd__(self, other: Any, /) -> Any: ...
+    def __iadd__(self, other: Value) -> Value:
+        self.builder.add(self, other)
+        return self
 
 
 class Builder(Protocol):
@@ -79,6 +83,7 @@ class Builder(Protocol):
     def attention(self, q: Value, k: Value, v: Value, attention: AttentionConfig) -> Value: ...
     def swiglu(self, gate: Value, up: Value) -> Value: ...
     def geglu(self, gate: Value, up: Value) -> Value: ...
+    def add(self, target: Value, x: Value) -> None: ...
     def logits(self, x: Value, w: WeightRef) -> None: ...
 
 

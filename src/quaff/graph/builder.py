@@ -1,0 +1,216 @@
+"""From a family and a checkpoint's tensors to a Graph: records the ops that a family emits and checks every width."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, overload
+
+from quaff.config import Activations, AttentionConfig, LayerConfig, ModelConfig, RopeConfig
+from quaff.errors import ConfigError, UnsupportedError
+from quaff.graph.fuse import fuse as fuse_program
+from quaff.graph.fuse import share_buffers
+from quaff.graph.program import F32, INT8, LOGITS, NONE, RESIDUAL, SCRATCH, Graph, KVKind, Op, OpKind, ProgramSpec, StageKind, StageSpec
+from quaff.models.family import Family, Tensors, Value, WeightRef, Weights
+
+SILU, GELU_TANH = 0, 1
+
+
+@dataclass
+class Shared:
+    """Tables that all stages index: rotary embeddings and KV kinds with the layers seen so far."""
+
+    ropes: list[RopeConfig]
+    kinds: list[KVKind]
+
+    def rope(self, rope: RopeConfig) -> int:
+        # Tables depend on frequencies only, not on how pairs lie.
+        key = RopeConfig(rope.theta, rope.rotary_dim, False, rope.linear_factor)
+        if key not in self.ropes:
+            self.ropes.append(key)
+        return self.ropes.index(key)
+
+    def kv(self, layer: int, kind: str, attention: AttentionConfig) -> tuple[int, int]:
+        """(KV kind, layer in kind) of a model layer."""
+        wanted = (kind, attention.kv_heads, attention.head_dim, attention.window)
+        for i, k in enumerate(self.kinds):
+            if (k.name, k.kv_heads, k.dim, k.window) == wanted:
+                self.kinds[i] = KVKind(kind, (*k.layers, layer), k.kv_heads, k.dim, k.window)
+                return i, len(k.layers)
+        self.kinds.append(KVKind(kind, (layer,), attention.kv_heads, attention.head_dim, attention.window))
+        return len(self.kinds) - 1, 0
+
+
+class StageBuilder:
+    """Records one stage, one plain op per step (fusions come after). Implements quaff.models.family.Builder."""
+
+    def __init__(self, config: ModelConfig, shared: Shared, layer: int, activations: Activations) -> None:
+        self.config = config
+        self.layer = layer
+        self._shared = shared
+        self._activations = activations
+        self._residual = Value(self, RESIDUAL, config.dim)
+        self._buffers: list[tuple[int, int]] = []
+        self._ops: list[Op] = []
+        self._weights: list[WeightRef] = []
+
+    @property
+    def residual(self) -> Value:
+        return self._residual
+
+    @residual.setter
+    def residual(self, value: Value) -> None:
+        if value is not self._residual:
+            raise ConfigError("the residual can only be added to")
+
+    def embed(self, table: WeightRef, scale: float) -> None:
+        self._matrix(table, self.config.dim)
+        self._emit(OpKind.EMBED, (), (RESIDUAL,), (self._slot(table),), floats=(scale,))
+
+    def rms_norm(self, x: Value, w: WeightRef, eps: float) -> Value:
+        if len(w.shape) != 1 or x.width % w.shape[0]:
+            raise ConfigError(f"norm weight {w.name} of shape {w.shape} does not divide an input of width {x.width}")
+        out = self._f32(x.width)
+        self._emit(OpKind.RMS_NORM, (x.buffer,), (out.buffer, NONE), (self._slot(w),), (x.width // w.shape[0],), (eps,))
+        return out
+
+    @overload
+    def linear(self, x: Value, w: WeightRef, /) -> Value: ...
+    @overload
+    def linear(self, x: Value, w1: WeightRef, w2: WeightRef, /) -> tuple[Value, Value]: ...
+    @overload
+    def linear(self, x: Value, w1: WeightRef, w2: WeightRef, w3: WeightRef, /) -> tuple[Value, Value, Value]: ...
+    def linear(self, x: Value, /, *weights: WeightRef) -> Any:
+        outputs = tuple(self._linear(x, w, self._f32(w.shape[0])) for w in weights)
+        return outputs if len(outputs) > 1 else outputs[0]
+
+    def logits(self, x: Value, w: WeightRef) -> None:
+        if w.shape[0] != self.config.vocab:
+            raise ConfigError(f"head {w.name} has {w.shape[0]} rows; the vocabulary has {self.config.vocab}")
+        self._linear(x, w, Value(self, LOGITS, self.config.vocab))
+
+    def rope(self, x: Value, rope: RopeConfig) -> Value:
+        """In place: the value given and the value returned are the same buffer."""
+        dim = self._layer_config.attention.head_dim
+        self._divides(x, dim, "rope")
+        ints = (self._shared.rope(rope), x.width // dim, dim, int(rope.interleaved))
+        self._emit(OpKind.ROPE, (x.buffer,), (x.buffer,), ints=ints)
+        return x
+
+    def attention(self, q: Value, k: Value, v: Value, attention: AttentionConfig) -> Value:
+        a = attention
+        for value, heads, name in ((q, a.heads, "queries"), (k, a.kv_heads, "keys"), (v, a.kv_heads, "values")):
+            if value.width != heads * a.head_dim:
+                raise ConfigError(
+                    f"{name} of layer {self.layer} are {value.width} wide; {heads} heads of {a.head_dim} need {heads * a.head_dim}"
+                )
+        kind, index = self._shared.kv(self.layer, self._layer_config.kind, a)
+        self._emit(OpKind.KV_WRITE, (k.buffer, v.buffer), (), ints=(kind, index, a.kv_heads, a.head_dim))
+        out = self._f32(q.width)
+        ints = (kind, index, a.heads, a.kv_heads, a.head_dim, a.window)
+        self._emit(OpKind.ATTEND, (q.buffer,), (out.buffer,), ints=ints, floats=(a.scale, a.softcap))
+        return out
+
+    def swiglu(self, gate: Value, up: Value) -> Value:
+        return self._glu(gate, up, SILU)
+
+    def geglu(self, gate: Value, up: Value) -> Value:
+        return self._glu(gate, up, GELU_TANH)
+
+    def add(self, target: Value, x: Value) -> None:
+        if target.buffer != RESIDUAL:
+            raise ConfigError("only the residual can be added to")
+        if x.width != target.width:
+            raise ConfigError(f"a value of width {x.width} cannot be added to the residual of width {target.width}")
+        self._emit(OpKind.ADD, (x.buffer,), (RESIDUAL,))
+
+    def finish(self, kind: StageKind, fuse: bool) -> StageSpec:
+        program = ProgramSpec(tuple(self._buffers), tuple(self._ops))
+        program = share_buffers(fuse_program(program) if fuse else program)
+        linear = [self._weights[s] for op in self._ops if op.kind == OpKind.LINEAR for s in op.weights[: op.ints[0]]]
+        macs = sum(w.shape[0] * w.shape[1] for w in linear)
+        return StageSpec(kind, self.layer, program, tuple(w.name for w in self._weights), macs)
+
+    @property
+    def _layer_config(self) -> LayerConfig:
+        return self.config.layers[self.layer]
+
+    def _linear(self, x: Value, w: WeightRef, out: Value) -> Value:
+        self._matrix(w, x.width)
+        quantised = w.integer and self._activations == "int8"
+        if quantised:
+            source = self._new(x.width, INT8)
+            self._emit(OpKind.QUANTIZE, (x.buffer,), (source,))
+        inputs = (source, NONE) if quantised else (NONE, x.buffer)
+        bias = NONE if w.bias is None else self._slot(w.bias)
+        self._emit(OpKind.LINEAR, inputs, (out.buffer,), (self._slot(w), bias), (1, 0))
+        return out
+
+    def _glu(self, gate: Value, up: Value, activation: int) -> Value:
+        if gate.width != up.width:
+            raise ConfigError(f"gate of width {gate.width} and up of width {up.width} differ in layer {self.layer}")
+        out = self._f32(gate.width)
+        self._emit(OpKind.GLU, (gate.buffer, up.buffer), (out.buffer, NONE), ints=(activation,))
+        return out
+
+    def _matrix(self, w: WeightRef, width: int) -> None:
+        if len(w.shape) != 2 or w.shape[1] != width:
+            raise ConfigError(f"weight {w.name} of shape {w.shape} cannot take an input of width {width}")
+        if w.integer and width % 32:
+            raise UnsupportedError(
+                f"weight {w.name} is quantised and {width} wide; widths that are no multiple of 32 need F32, F16 or BF16"
+            )
+
+    def _divides(self, x: Value, dim: int, what: str) -> None:
+        if x.width % dim:
+            raise ConfigError(f"{what} of layer {self.layer}: a value of width {x.width} is not made of heads of {dim}")
+
+    def _slot(self, w: WeightRef) -> int:
+        if w not in self._weights:
+            self._weights.append(w)
+        return self._weights.index(w)
+
+    def _new(self, width: int, kind: int) -> int:
+        self._buffers.append((width, kind))
+        return SCRATCH + len(self._buffers) - 1
+
+    def _f32(self, width: int) -> Value:
+        return Value(self, self._new(width, F32), width)
+
+    def _emit(
+        self,
+        kind: OpKind,
+        inputs: tuple[int, ...],
+        outputs: tuple[int, ...],
+        weights: tuple[int, ...] = (),
+        ints: tuple[int, ...] = (),
+        floats: tuple[float, ...] = (),
+    ) -> None:
+        self._ops.append(Op(kind, inputs, outputs, weights, ints, floats))
+
+
+def build_graph(config: ModelConfig, family: Family, tensors: Tensors, activations: Activations = "int8", fuse: bool = True) -> Graph:
+    """Stages of a model in grid order: embed, (mixer, ffn) per layer, head. `tensors`: name -> (shape, ggml type).
+
+    Raises ConfigError for a missing, unexpected or misshapen tensor, UnsupportedError for a feature we lack; both name it.
+    `fuse=False` keeps one op per step; values are the same either way.
+    """
+    family.check(config, tensors)
+    shared = Shared([], [])
+    top = Weights(tensors)
+    stages: list[StageSpec] = []
+
+    g = StageBuilder(config, shared, NONE, activations)
+    family.embed(g, config, top)
+    stages.append(g.finish("embed", fuse))
+    for i, layer in enumerate(config.layers):
+        w = Weights(tensors, f"blk.{i}.")
+        g = StageBuilder(config, shared, i, activations)
+        family.mixer(g, config, layer, w)
+        stages.append(g.finish("mixer", fuse))
+        g = StageBuilder(config, shared, i, activations)
+        family.ffn(g, config, layer, w)
+        stages.append(g.finish("ffn", fuse))
+    g = StageBuilder(config, shared, NONE, activations)
+    family.head(g, config, top)
+    stages.append(g.finish("head", fuse))
+    return Graph(config, tuple(stages), tuple(shared.ropes), tuple(shared.kinds))
