@@ -1,7 +1,7 @@
 """Make the perplexity goldens: llama.cpp's negative log-likelihood of `perplexity/text.txt`, token by token.
 
-Method: the whole text is one window (no sliding, nothing dropped). Special tokens are not parsed; a BOS comes first when the vocabulary asks
-for it. Every token but the first of the window is scored, so the BOS is context only, and without a BOS the first token of the text is.
+Method: the whole text is one window (no sliding, nothing dropped). Special tokens are not parsed; a BOS comes first when the vocabulary
+asks for it. Every token but the first of the window is scored, so a BOS is context only, and without one the first token of the text is.
 Perplexity is exp(mean NLL). llama.cpp quantises activations in its own way and keeps KV in f16. Log-softmax is taken in float64 here.
 
 Needs llama-cpp-python (a build of llama.cpp that gives the logits of every row), which the test run does not.
