@@ -1,0 +1,109 @@
+// 16 lanes in one zmm register. max(a, b) is a > b ? a : b by definition of vmaxps (NUMERICS 5).
+#pragma once
+#include "vec_common.h"
+
+#include <immintrin.h>
+
+namespace quaff::isa {
+
+struct VecAvx512 {
+    using F = __m512;
+    using I = __m512i;
+    using M = __mmask16;
+    // Attention: 6 rows x 4 blocks of lanes = 24 accumulators, 4 registers of K or V and a broadcast: 29 of 32.
+    static constexpr int kAttendRows = 6, kAttendBlocks = 4;
+
+    QUAFF_INLINE static F zero() { return _mm512_setzero_ps(); }
+    QUAFF_INLINE static F set(float x) { return _mm512_set1_ps(x); }
+    QUAFF_INLINE static F load(const float *p) { return _mm512_loadu_ps(p); }
+    QUAFF_INLINE static void store(float *p, F v) { _mm512_storeu_ps(p, v); }
+    QUAFF_INLINE static F load_part(const float *p, int64_t n, float pad) { return _mm512_mask_loadu_ps(set(pad), first(n), p); }
+    QUAFF_INLINE static void store_part(float *p, int64_t n, F v) { _mm512_mask_storeu_ps(p, first(n), v); }
+
+    QUAFF_INLINE static F add(F a, F b) { return _mm512_add_ps(a, b); }
+    QUAFF_INLINE static F sub(F a, F b) { return _mm512_sub_ps(a, b); }
+    QUAFF_INLINE static F mul(F a, F b) { return _mm512_mul_ps(a, b); }
+    QUAFF_INLINE static F div(F a, F b) { return _mm512_div_ps(a, b); }
+    QUAFF_INLINE static F sqrt(F a) { return _mm512_sqrt_ps(a); }
+    QUAFF_INLINE static F fma(F a, F b, F c) { return _mm512_fmadd_ps(a, b, c); }
+    QUAFF_INLINE static F max(F a, F b) { return _mm512_max_ps(a, b); }
+    QUAFF_INLINE static F min(F a, F b) { return _mm512_min_ps(a, b); }
+    QUAFF_INLINE static F rint(F a) { return _mm512_roundscale_ps(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
+    QUAFF_INLINE static F abs(F a) { return _mm512_abs_ps(a); }
+    QUAFF_INLINE static F neg(F a) { return _mm512_xor_ps(a, set(-0.0f)); }
+    QUAFF_INLINE static F copysign(F size, F sign) {
+        return _mm512_castsi512_ps(_mm512_ternarylogic_epi32(bits(size), bits(sign), iset(0x7fffffff), 0xe4)); // mask ? size : sign
+    }
+    QUAFF_INLINE static M gt(F a, F b) { return _mm512_cmp_ps_mask(a, b, _CMP_GT_OQ); }
+    QUAFF_INLINE static M lt(F a, F b) { return _mm512_cmp_ps_mask(a, b, _CMP_LT_OQ); }
+    QUAFF_INLINE static M both(M a, M b) { return static_cast<M>(a & b); }
+    QUAFF_INLINE static F select(M m, F yes, F no) { return _mm512_mask_mov_ps(no, m, yes); }
+    QUAFF_INLINE static F zero_where(M m, F v) { return _mm512_maskz_mov_ps(static_cast<M>(~m), v); } // m ? +0 : v
+    // p * 2^n for integral n and a normal result.
+    QUAFF_INLINE static F ldexp(F p, F n) { return _mm512_scalef_ps(p, n); }
+
+    QUAFF_INLINE static I iset(int32_t x) { return _mm512_set1_epi32(x); }
+    QUAFF_INLINE static I iota() { return _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15); }
+    QUAFF_INLINE static I iload(const int32_t *p) { return _mm512_loadu_si512(p); }
+    QUAFF_INLINE static void istore(int32_t *p, I v) { _mm512_storeu_si512(p, v); }
+    QUAFF_INLINE static I iadd(I a, I b) { return _mm512_add_epi32(a, b); }
+    QUAFF_INLINE static I isub(I a, I b) { return _mm512_sub_epi32(a, b); }
+    QUAFF_INLINE static I imul(I a, I b) { return _mm512_mullo_epi32(a, b); }
+    QUAFF_INLINE static I imax(I a, I b) { return _mm512_max_epi32(a, b); }
+    QUAFF_INLINE static I iand(I a, I b) { return _mm512_and_si512(a, b); }
+    QUAFF_INLINE static I ior(I a, I b) { return _mm512_or_si512(a, b); }
+    QUAFF_INLINE static I ixor(I a, I b) { return _mm512_xor_si512(a, b); }
+    QUAFF_INLINE static M igt(I a, I b) { return _mm512_cmpgt_epi32_mask(a, b); }
+    template <int n> QUAFF_INLINE static I shl(I a) { return _mm512_slli_epi32(a, n); }
+    template <int n> QUAFF_INLINE static I shr(I a) { return _mm512_srai_epi32(a, n); }  // arithmetic
+    template <int n> QUAFF_INLINE static I shru(I a) { return _mm512_srli_epi32(a, n); } // logical
+    QUAFF_INLINE static F to_float(I a) { return _mm512_cvtepi32_ps(a); }
+    QUAFF_INLINE static I to_int(F a) { return _mm512_cvtps_epi32(a); } // integral values of |a| < 2^31
+    QUAFF_INLINE static I bits(F a) { return _mm512_castps_si512(a); }
+    QUAFF_INLINE static F from_bits(I a) { return _mm512_castsi512_ps(a); }
+
+    QUAFF_INLINE static F load_f16(const uint16_t *p) { return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i *>(p))); }
+    QUAFF_INLINE static void store_f16(uint16_t *p, F v) {
+        _mm256_storeu_si256(reinterpret_cast<__m256i *>(p), _mm512_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+    }
+    QUAFF_INLINE static F load_bf16(const uint16_t *p) {
+        return from_bits(shl<16>(_mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i *>(p)))));
+    }
+    QUAFF_INLINE static I load_i8(const int8_t *p) { return _mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i *>(p))); }
+    QUAFF_INLINE static I load_u8(const uint8_t *p) { return _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i *>(p))); }
+    QUAFF_INLINE static void store_i8(int8_t *p, I v) { _mm_storeu_si128(reinterpret_cast<__m128i *>(p), _mm512_cvtepi32_epi8(v)); }
+
+    // Folds of NUMERICS 6: lanes j and j + w for w = 8, 4, 2, 1.
+    QUAFF_INLINE static float sum(F v) {
+        __m256 a = _mm256_add_ps(_mm512_castps512_ps256(v), _mm512_extractf32x8_ps(v, 1));
+        __m128 b = _mm_add_ps(_mm256_castps256_ps128(a), _mm256_extractf128_ps(a, 1));
+        b = _mm_add_ps(b, _mm_movehl_ps(b, b));
+        return _mm_cvtss_f32(_mm_add_ss(b, _mm_movehdup_ps(b)));
+    }
+    QUAFF_INLINE static float top(F v) {
+        __m256 a = _mm256_max_ps(_mm512_castps512_ps256(v), _mm512_extractf32x8_ps(v, 1));
+        __m128 b = _mm_max_ps(_mm256_castps256_ps128(a), _mm256_extractf128_ps(a, 1));
+        b = _mm_max_ps(b, _mm_movehl_ps(b, b));
+        return _mm_cvtss_f32(_mm_max_ss(b, _mm_movehdup_ps(b)));
+    }
+    QUAFF_INLINE static int32_t isum(I v) { return _mm512_reduce_add_epi32(v); }
+    QUAFF_INLINE static int32_t itop(I v) { return _mm512_reduce_max_epi32(v); }
+
+    // 32 floats as 16 pairs: first and second of each, and back.
+    QUAFF_INLINE static void unzip(const float *p, F &first, F &second) {
+        const I even = _mm512_setr_epi32(0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
+        const F a = load(p), b = load(p + 16);
+        first = _mm512_permutex2var_ps(a, even, b);
+        second = _mm512_permutex2var_ps(a, iadd(even, iset(1)), b);
+    }
+    QUAFF_INLINE static void zip(float *p, F first, F second) {
+        const I low = _mm512_setr_epi32(0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
+        store(p, _mm512_permutex2var_ps(first, low, second));
+        store(p + 16, _mm512_permutex2var_ps(first, iadd(low, iset(8)), second));
+    }
+
+  private:
+    QUAFF_INLINE static M first(int64_t n) { return static_cast<M>((1u << n) - 1u); } // 0 <= n <= 16
+};
+
+} // namespace quaff::isa

@@ -1,0 +1,31 @@
+// What every Vec type shares. A Vec is a struct of static functions over 16 virtual lanes: F (f32), I (i32) and M (one truth value a lane).
+// Kernels are templates over it, so an algorithm is written once and each isa/*.cpp compiles it with its own flags.
+#pragma once
+#include "../numerics.h"
+
+#include <cstddef>
+#include <cstdint>
+
+// Inlined for certain: an out-of-line copy built with wide flags could be merged by the linker into code for older processors.
+#define QUAFF_INLINE [[gnu::always_inline]] inline
+
+namespace quaff::isa {
+
+// Lanes [0, n) of a tail from memory, the rest a padding value; and back. Kernels use them once a row.
+template <class V> QUAFF_INLINE typename V::F load_part(const float *p, int64_t n, float pad) {
+    alignas(64) float lanes[kLanes];
+    for (int i = 0; i < kLanes; ++i) {
+        lanes[i] = i < n ? p[i] : pad;
+    }
+    return V::load(lanes);
+}
+
+template <class V> QUAFF_INLINE void store_part(float *p, int64_t n, typename V::F v) {
+    alignas(64) float lanes[kLanes];
+    V::store(lanes, v);
+    for (int64_t i = 0; i < n; ++i) {
+        p[i] = lanes[i];
+    }
+}
+
+} // namespace quaff::isa
