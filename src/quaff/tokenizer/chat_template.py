@@ -1,0 +1,203 @@
+"""Chat templates: Jinja from a model file, which is to say from a stranger. Rendered in an immutable sandbox, with bounds."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from threading import local
+from typing import Any, NoReturn
+
+from jinja2 import TemplateError, TemplateSyntaxError, nodes
+from jinja2.exceptions import SecurityError
+from jinja2.ext import Extension
+from jinja2.parser import Parser
+from jinja2.runtime import Context
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from quaff.errors import CheckpointError, PromptError, one_line
+
+MAX_CHARACTERS = 1 << 24
+"""Longest rendered prompt and longest string a template may build, in characters."""
+
+MAX_STEPS = 1_000_000
+"""Most loop passes and macro calls of one rendering: far more than a conversation of any context length needs."""
+
+_WIDE_FIELD = re.compile(r"%[^a-zA-Z%]*(\d{6,}|\*)")
+
+
+class _Raised(TemplateError):
+    """The template itself rejected the conversation (`raise_exception`)."""
+
+
+class _GenerationTag(Extension):
+    """`{% generation %}`, which marks the assistant's tokens for training: its body is rendered, nothing else."""
+
+    tags = {"generation"}
+
+    def parse(self, parser: Parser) -> list[nodes.Node]:
+        next(parser.stream)
+        return list(parser.parse_statements(("name:endgeneration",), drop_needle=True))
+
+
+class _Environment(ImmutableSandboxedEnvironment):
+    """The sandbox, which also counts loop passes and limits the size of what operators build."""
+
+    intercepted_binops = frozenset({"+", "*", "**", "%"})
+
+    def __init__(self) -> None:
+        super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", _GenerationTag])
+        self._state = local()
+        self.filters["tojson"] = _to_json
+        self.globals |= {"raise_exception": _raise_exception, "strftime_now": _strftime_now}
+
+    def start(self) -> None:
+        self._state.steps = 0
+
+    def step(self) -> str:
+        """Called at each loop pass and macro call; `bounded` and this are reached as environment attributes, which a template can't set."""
+        self._state.steps += 1
+        if self._state.steps > MAX_STEPS:
+            raise SecurityError(f"more than {MAX_STEPS} loop passes")
+        return ""
+
+    def bounded(self, value: Any) -> Any:
+        if isinstance(value, (str, list, tuple)) and len(value) > MAX_CHARACTERS:
+            raise SecurityError(f"a value longer than {MAX_CHARACTERS} characters")
+        return value
+
+    def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
+        if operator == "*":
+            for value, times in ((left, right), (right, left)):
+                if isinstance(value, (str, list, tuple)) and isinstance(times, int) and len(value) * times > MAX_CHARACTERS:
+                    raise SecurityError(f"a value longer than {MAX_CHARACTERS} characters")
+        if operator in ("*", "**") and isinstance(left, int) and isinstance(right, int):
+            bits = left.bit_length() * right if operator == "**" else left.bit_length() + right.bit_length()
+            if bits > 4096:
+                raise SecurityError("an integer of more than 4096 bits")
+        if operator == "%" and isinstance(left, str) and _WIDE_FIELD.search(left):
+            raise SecurityError("a format field of 100,000 characters or more, or of a width to be computed")
+        return self.bounded(super().call_binop(context, operator, left, right))
+
+    def prepare(self, tree: nodes.Template) -> nodes.Template:
+        """`tree` with the counter at the start of every loop and macro body, and a size check around every `~`."""
+        for block in (*tree.find_all(nodes.For), *tree.find_all(nodes.Macro), *tree.find_all(nodes.CallBlock)):
+            block.body.insert(0, nodes.Output([_method("step", [])]))
+        _replace_concatenations(tree)
+        return tree
+
+
+def _method(name: str, arguments: list[nodes.Expr]) -> nodes.Call:
+    return nodes.Call(nodes.EnvironmentAttribute(name), arguments, [], None, None)
+
+
+def _replace_concatenations(node: nodes.Node) -> None:
+    for field, value in node.iter_fields():
+        if isinstance(value, nodes.Node):
+            _replace_concatenations(value)
+            if isinstance(value, nodes.Concat):
+                setattr(node, field, _method("bounded", [value]))
+        elif isinstance(value, list):
+            for index, item in enumerate(value):
+                if isinstance(item, nodes.Node):
+                    _replace_concatenations(item)
+                    if isinstance(item, nodes.Concat):
+                        value[index] = _method("bounded", [item])
+
+
+def _to_json(value: Any, ensure_ascii: bool = False, indent: int | None = None, separators: Any = None, sort_keys: bool = False) -> str:
+    """JSON as it is, without Jinja's escapes for HTML: a prompt is not a page."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _raise_exception(message: str) -> NoReturn:
+    raise _Raised(str(message))
+
+
+def _strftime_now(form: str) -> str:
+    return datetime.now().strftime(form)
+
+
+class ChatTemplate:
+    """A model's chat template. It is compiled at its first use, so that a broken one does not keep a model from reading plain text."""
+
+    def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
+        """`special_tokens`: texts under the names templates use, "bos_token" and so on."""
+        self.source = source
+        self._special_tokens = dict(special_tokens)
+        self._environment = _Environment()
+        self._code: Any = None
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        add_generation_prompt: bool = True,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        **variables: Any,
+    ) -> str:
+        """The prompt of a conversation, special tokens written out as text.
+
+        `messages`: mappings with "role" and "content", the content a string or a list of {"type": "text", "text": ...} parts.
+        `add_generation_prompt`: end with the start of the assistant's answer. `variables` are passed to the template. Raises PromptError
+        if the messages are malformed, rejected by the template, or too much for its bounds; CheckpointError if the template is broken.
+        """
+        conversation = check_messages(messages)
+        template = self._compiled()
+        names = {"tools": tools, "documents": None, **self._special_tokens, **variables}
+        self._environment.start()
+        parts: list[str] = []
+        length = 0
+        try:
+            for part in template.generate(messages=conversation, add_generation_prompt=add_generation_prompt, **names):
+                length += len(part)
+                if length > MAX_CHARACTERS:
+                    raise SecurityError(f"a prompt longer than {MAX_CHARACTERS} characters")
+                parts.append(part)
+        except _Raised as error:
+            raise PromptError(f"the chat template rejects these messages: {error}") from None
+        except SecurityError as error:
+            raise PromptError(f"the chat template was stopped: {error}") from None
+        except (Exception, RecursionError, MemoryError) as error:
+            raise PromptError(f"the chat template failed on these messages: {type(error).__name__}: {error}") from None
+        return "".join(parts)
+
+    def _compiled(self) -> Any:
+        if self._code is None:
+            try:
+                tree = self._environment.prepare(self._environment.parse(self.source))
+                self._code = self._environment.from_string(tree)
+            except TemplateSyntaxError as error:
+                raise CheckpointError(f"tokenizer.chat_template, line {error.lineno}: {error.message}") from None
+            except (Exception, RecursionError, MemoryError) as error:
+                reason = one_line(str(error)) or "too deeply nested"
+                raise CheckpointError(f"tokenizer.chat_template cannot be compiled: {type(error).__name__}: {reason}") from None
+        return self._code
+
+
+def check_messages(messages: Any) -> list[dict[str, Any]]:
+    """Copies of `messages` with text parts joined into strings; raises PromptError that names the first malformed one."""
+    if not isinstance(messages, (list, tuple)) or not messages:
+        raise PromptError("messages must be a list of at least one message")
+    checked: list[dict[str, Any]] = []
+    for index, message in enumerate(messages):
+        where = f"messages[{index}]"
+        if not isinstance(message, Mapping):
+            raise PromptError(f"{where} is not an object with a role and a content")
+        role, content = message.get("role"), message.get("content")
+        if not isinstance(role, str) or not role:
+            raise PromptError(f"{where} has no role: expected a string such as 'user'")
+        if content is None and "tool_calls" not in message:
+            raise PromptError(f"{where} has no content")
+        if isinstance(content, (list, tuple)):
+            content = "\n".join(_part_text(part, f"{where}.content[{part_index}]") for part_index, part in enumerate(content))
+        if content is not None and not isinstance(content, str):
+            raise PromptError(f"{where}.content is neither a string nor a list of text parts")
+        checked.append({**message, "role": role, "content": content})
+    return checked
+
+
+def _part_text(part: Any, where: str) -> str:
+    if not isinstance(part, Mapping) or part.get("type") != "text" or not isinstance(part.get("text"), str):
+        raise PromptError(f"{where} is not a text part: this model reads text only")
+    return str(part["text"])
