@@ -1,0 +1,349 @@
+// out = x * w^T: NUMERICS 13 (integer weights, int8 activations) and 14 (float activations). Lanes are output rows, so an element is one chain
+// over k whatever the number of rows, the tile or the instruction set. V is a Vec, D a Dot (isa/dot_*.h) with its Vec.
+#pragma once
+#include "../isa/vec_common.h"
+#include "../numerics.h"
+#include "table.h"
+
+namespace quaff::linear {
+
+inline constexpr int64_t kMaxTokens = 8, kMaxPanels = 4, kMaxFloatPanels = 2; // no tile is larger
+static_assert(kQuantGroup == 32 && kLanes == 16);
+
+inline int64_t align64(int64_t n) { return (n + 63) / 64 * 64; }
+
+// What tiles read: where codes lie and in which form.
+enum class Source {
+    kWide,   // code + 128, 512 bytes per group
+    kNarrow, // bare nibbles, one a byte, 512 bytes per group (only in scratch)
+    kNibble, // the compact form, 256 bytes per group
+    kBook,   // the compact form through a codebook
+};
+
+struct Panels {
+    const uint8_t* codes;
+    int64_t code_stride;        // bytes from panel to panel
+    const uint8_t *scale, *min; // f16 or f32, [panel][group][row]
+    bool half;
+    const int8_t* codebook;
+};
+
+// The activations of one tile. start[t][g] = -offset * sum(q), sum[t][g] = a_scale * float(sum(q)) over weight groups.
+struct Tokens {
+    const int8_t* q;
+    int64_t q_stride;
+    const float* scale;
+    int64_t s_stride;
+    int32_t* start;
+    float* sum;
+    int64_t groups;
+};
+
+template <class V> QUAFF_INLINE typename V::F load_scale(const uint8_t* base, int64_t at, bool half) {
+    return half ? V::load_f16(reinterpret_cast<const uint16_t*>(base) + at) : V::load(reinterpret_cast<const float*>(base) + at);
+}
+
+// Adds bias, then the residual, and stores one panel's values of one token. A panel that overhangs the last row takes the slow path.
+template <class V> QUAFF_INLINE void store_panel(const LinearArgs& a, int64_t token, int64_t panel, typename V::F value) {
+    const int64_t row = panel * kLanes, count = a.w->rows - row;
+    float* out = a.out + (a.row_map ? a.row_map[token] : token) * a.out_stride + row;
+    if (count >= kLanes) {
+        if (a.bias)
+            value = V::add(value, V::load(a.bias + row));
+        V::store(out, a.accumulate ? V::add(V::load(out), value) : value);
+    } else {
+        if (a.bias)
+            value = V::add(value, V::load_part(a.bias + row, count, 0.0f));
+        V::store_part(out, count, a.accumulate ? V::add(V::load_part(out, count, 0.0f), value) : value);
+    }
+}
+
+// R panels x T tokens over all groups. Tiles are inlined into the loop over panels: g++ keeps an array in registers only when the loops over it
+// are inner ones, unrolled before it decides.
+template <class D, Source source, int G, int R, int T>
+QUAFF_INLINE void int_tile(const LinearArgs& a, const Panels& p, const Tokens& x, int64_t panel, int64_t token) {
+    using V = typename D::V;
+    constexpr bool wide = source == Source::kWide || source == Source::kBook;
+    constexpr bool compact = source == Source::kNibble || source == Source::kBook;
+    static_assert(G == 32 || !compact);
+    constexpr int64_t bytes = compact ? 256 : 512, steps = G / 4;
+    const int64_t groups = x.groups, blocks = groups * G / 32;
+    typename D::Table table{};
+    if constexpr (source == Source::kBook)
+        table = D::table(p.codebook);
+
+    typename V::F acc[R][T];
+#pragma GCC unroll 4
+    for (int r = 0; r < R; r++)
+#pragma GCC unroll 8
+        for (int t = 0; t < T; t++)
+            acc[r][t] = V::zero();
+    for (int64_t b = 0; b < blocks; b++) {
+#pragma GCC unroll 2
+        for (int half = 0; half < 32 / G; half++) {
+            const int64_t g = b * (32 / G) + half;
+            typename D::template Part<wide> part[R][T];
+#pragma GCC unroll 8
+            for (int t = 0; t < T; t++) {
+                const auto begin = D::template begin<wide>(x.start[t * groups + g]);
+#pragma GCC unroll 4
+                for (int r = 0; r < R; r++)
+                    part[r][t] = begin;
+            }
+#pragma GCC unroll 8
+            for (int i = 0; i < steps; i++) {
+                // Compact bytes hold k4 and k4 + 4: both are used while the bytes are in a register.
+                const int k4 = compact ? i / 2 + i % 2 * 4 : half * 4 + i;
+                typename D::template Operand<wide> w[R];
+#pragma GCC unroll 4
+                for (int r = 0; r < R; r++) {
+                    typename D::Bytes codes = D::load(p.codes + r * p.code_stride + b * bytes + (compact ? i / 2 : k4) * 64);
+                    if constexpr (compact)
+                        codes = i % 2 ? D::high(codes) : D::low(codes);
+                    if constexpr (source == Source::kBook)
+                        codes = D::lookup(table, codes);
+                    w[r] = D::template operand<wide>(codes);
+                }
+#pragma GCC unroll 8
+                for (int t = 0; t < T; t++) {
+                    const int8_t* q = x.q + t * x.q_stride + b * 32 + k4 * 4;
+#pragma GCC unroll 4
+                    for (int r = 0; r < R; r++)
+                        D::template dot<wide>(part[r][t], w[r], q);
+                }
+            }
+#pragma GCC unroll 4
+            for (int r = 0; r < R; r++) {
+                const int64_t at = (r * groups + g) * kLanes;
+                const typename V::F scale = load_scale<V>(p.scale, at, p.half);
+#pragma GCC unroll 8
+                for (int t = 0; t < T; t++) {
+                    const auto dot = V::to_float(D::template finish<wide>(part[r][t], x.start[t * groups + g]));
+                    acc[r][t] = V::fma(dot, V::mul(scale, V::set(x.scale[t * x.s_stride + b])), acc[r][t]);
+                }
+                if (p.min) {
+                    const typename V::F min = load_scale<V>(p.min, at, p.half);
+#pragma GCC unroll 8
+                    for (int t = 0; t < T; t++)
+                        acc[r][t] = V::fma(min, V::set(x.sum[t * groups + g]), acc[r][t]);
+                }
+            }
+        }
+    }
+#pragma GCC unroll 4
+    for (int r = 0; r < R; r++)
+#pragma GCC unroll 8
+        for (int t = 0; t < T; t++)
+            store_panel<V>(a, token + t, panel + r, acc[r][t]);
+}
+
+// `count` panels from `panel` on times T tokens: as many panels at once as the tile holds, the rest one by one.
+template <class D, Source source, int G, int T>
+[[gnu::noinline]] static void int_panels(const LinearArgs& a, Panels p, const Tokens& x, int64_t panel, int64_t count, int64_t token) {
+    constexpr int R = D::panels(T);
+    static_assert(R <= kMaxPanels && T <= kMaxTokens);
+    const int64_t scales = x.groups * kLanes * (p.half ? 2 : 4);
+    auto step = [&](int64_t panels) {
+        panel += panels, count -= panels, p.codes += panels * p.code_stride, p.scale += panels * scales;
+        if (p.min)
+            p.min += panels * scales;
+    };
+    for (; count >= R; step(R))
+        int_tile<D, source, G, R, T>(a, p, x, panel, token);
+    for (; count; step(1))
+        int_tile<D, source, G, 1, T>(a, p, x, panel, token);
+}
+
+template <class D, Source source, int G, int T = D::kTokens>
+static void int_tokens(const LinearArgs& a, const Panels& p, const Tokens& x, int64_t panel, int64_t count, int64_t token, int64_t tokens) {
+    if (tokens == T)
+        return int_panels<D, source, G, T>(a, p, x, panel, count, token);
+    if constexpr (T > 1)
+        int_tokens<D, source, G, T - 1>(a, p, x, panel, count, token, tokens);
+}
+
+// start and sum of `tokens` rows from `token` on.
+static inline void prepare_tokens(const LinearArgs& a, const Weight& w, int32_t offset, int64_t token, int64_t tokens, Tokens& x) {
+    const QuantRows& rows = *a.x;
+    const int64_t stride = rows.s_stride * (32 / w.group), per_scale = 32 / w.group;
+    const int32_t* sums = w.group == 32 ? rows.sum32 : rows.sum16;
+    for (int64_t t = 0; t < tokens; t++) {
+        const int32_t* from = sums + (token + t) * stride;
+        const float* scale = rows.scale + (token + t) * rows.s_stride;
+        for (int64_t g = 0; g < w.groups; g++)
+            x.start[t * w.groups + g] = -offset * from[g];
+        if (w.has_min)
+            for (int64_t g = 0; g < w.groups; g++)
+                x.sum[t * w.groups + g] = scale[g / per_scale] * float(from[g]);
+    }
+    x.q = rows.q + token * rows.q_stride, x.q_stride = rows.q_stride;
+    x.scale = rows.scale + token * rows.s_stride, x.s_stride = rows.s_stride;
+}
+
+// One panel's nibbles as bytes; through a codebook they become wide codes.
+template <class D> static void unpack_nibbles(const Weight& w, const uint8_t* from, uint8_t* to) {
+    typename D::Table table{};
+    if (w.codebook)
+        table = D::table(w.codebook);
+    for (int64_t b = 0; b < w.cols / 32; b++, from += 256, to += 512)
+        for (int i = 0; i < 4; i++) {
+            const typename D::Bytes codes = D::load(from + 64 * i), low = D::low(codes), high = D::high(codes);
+            D::store(to + 64 * i, w.codebook ? D::lookup(table, low) : low);
+            D::store(to + 64 * (i + 4), w.codebook ? D::lookup(table, high) : high);
+        }
+}
+
+template <class D> static void linear_int(const LinearArgs* args, int64_t panel0, int64_t panel1, uint8_t* scratch) {
+    const LinearArgs& a = *args;
+    const Weight& w = *a.w;
+    const int64_t cells = align64(kMaxTokens * w.groups * 4);
+    Tokens x{};
+    x.start = reinterpret_cast<int32_t*>(scratch), x.sum = reinterpret_cast<float*>(scratch + cells), x.groups = w.groups;
+    uint8_t* bytes = scratch + 2 * cells;
+
+    // One tile of tokens reads the compact form; more tokens share panels that are unpacked once.
+    const bool unpack = w.codes == Codes::kNibble && a.rows > D::kTokens, wide = w.codes == Codes::kByte || w.codebook;
+    const int32_t offset = wide ? D::kWideOffset : w.offset;
+    auto tile = wide ? int_tokens<D, Source::kWide, 32> : int_tokens<D, Source::kNarrow, 32>;
+    if (w.group == 16)
+        tile = int_tokens<D, Source::kWide, 16>;
+    if (w.codes == Codes::kNibble && !unpack)
+        tile = w.codebook ? int_tokens<D, Source::kBook, 32> : int_tokens<D, Source::kNibble, 32>;
+
+    const int64_t panel_scales = w.groups * kLanes * (w.scales == Scales::kF16 ? 2 : 4), panel_bytes = w.cols * kLanes;
+    for (int64_t panel = panel0; panel < panel1; panel += kMaxPanels) {
+        const int64_t count = panel1 - panel < kMaxPanels ? panel1 - panel : kMaxPanels;
+        Panels p{w.data + panel * w.panel_bytes, w.panel_bytes, static_cast<const uint8_t*>(w.scale) + panel * panel_scales, nullptr,
+                 w.scales == Scales::kF16,       w.codebook};
+        if (w.has_min)
+            p.min = static_cast<const uint8_t*>(w.min) + panel * panel_scales;
+        if (unpack) {
+            for (int64_t i = 0; i < count; i++)
+                unpack_nibbles<D>(w, p.codes + i * w.panel_bytes, bytes + i * panel_bytes);
+            p.codes = bytes, p.code_stride = panel_bytes;
+        }
+        for (int64_t token = 0; token < a.rows; token += D::kTokens) {
+            const int64_t tokens = a.rows - token < D::kTokens ? a.rows - token : D::kTokens;
+            if (a.rows > D::kTokens || panel == panel0)
+                prepare_tokens(a, w, offset, token, tokens, x);
+            tile(a, p, x, panel, count, token, tokens);
+        }
+    }
+}
+
+// R panels x T tokens of float weights: a chain from +0 per block of 128 k, block sums added in order to a total that starts at +0.
+template <class V, Codes codes, int R, int T>
+QUAFF_INLINE void float_tile(const LinearArgs& a, const uint8_t* data, int64_t panel_bytes, int64_t panel, int64_t token) {
+    constexpr int64_t row_bytes = kLanes * (codes == Codes::kF32 ? 4 : 2);
+    const int64_t cols = a.w->cols;
+    typename V::F total[R][T];
+#pragma GCC unroll 4
+    for (int r = 0; r < R; r++)
+#pragma GCC unroll 8
+        for (int t = 0; t < T; t++)
+            total[r][t] = V::zero();
+    for (int64_t k0 = 0; k0 < cols; k0 += kFloatBlock) {
+        const int64_t end = k0 + kFloatBlock < cols ? k0 + kFloatBlock : cols;
+        typename V::F acc[R][T];
+#pragma GCC unroll 4
+        for (int r = 0; r < R; r++)
+#pragma GCC unroll 8
+            for (int t = 0; t < T; t++)
+                acc[r][t] = V::zero();
+        for (int64_t k = k0; k < end; k++) {
+            typename V::F w[R];
+#pragma GCC unroll 4
+            for (int r = 0; r < R; r++) {
+                const uint8_t* at = data + r * panel_bytes + k * row_bytes;
+                if constexpr (codes == Codes::kF32)
+                    w[r] = V::load(reinterpret_cast<const float*>(at));
+                if constexpr (codes == Codes::kF16)
+                    w[r] = V::load_f16(reinterpret_cast<const uint16_t*>(at));
+                if constexpr (codes == Codes::kBF16)
+                    w[r] = V::load_bf16(reinterpret_cast<const uint16_t*>(at));
+            }
+#pragma GCC unroll 8
+            for (int t = 0; t < T; t++) {
+                const typename V::F x = V::set(a.xf[(token + t) * a.xf_stride + k]);
+#pragma GCC unroll 4
+                for (int r = 0; r < R; r++)
+                    acc[r][t] = V::fma(w[r], x, acc[r][t]);
+            }
+        }
+#pragma GCC unroll 4
+        for (int r = 0; r < R; r++)
+#pragma GCC unroll 8
+            for (int t = 0; t < T; t++)
+                total[r][t] = V::add(total[r][t], acc[r][t]);
+    }
+#pragma GCC unroll 4
+    for (int r = 0; r < R; r++)
+#pragma GCC unroll 8
+        for (int t = 0; t < T; t++)
+            store_panel<V>(a, token + t, panel + r, total[r][t]);
+}
+
+template <class D, Codes codes, int T = D::kFloatTokens>
+static void float_tokens(const LinearArgs& a, const uint8_t* data, int64_t panel_bytes, int64_t panel, int64_t count, int64_t token,
+                         int64_t tokens) {
+    if (tokens == T) {
+        using V = typename D::V;
+        constexpr int R = D::kFloatPanels;
+        static_assert(R <= kMaxFloatPanels);
+        for (; count >= R; count -= R, panel += R, data += R * panel_bytes)
+            float_tile<V, codes, R, T>(a, data, panel_bytes, panel, token);
+        for (; count; count--, panel++, data += panel_bytes)
+            float_tile<V, codes, 1, T>(a, data, panel_bytes, panel, token);
+    } else if constexpr (T > 1) {
+        float_tokens<D, codes, T - 1>(a, data, panel_bytes, panel, count, token, tokens);
+    }
+}
+
+// One panel of integer weights as f32 [k][row]: scale*code, plus the minimum.
+template <class V> static void dequantize_panel(const Weight& w, int64_t panel, float* to) {
+    const int64_t panel_scales = w.groups * kLanes * (w.scales == Scales::kF16 ? 2 : 4);
+    const bool half = w.scales == Scales::kF16;
+    const uint8_t* codes = w.data + panel * w.panel_bytes;
+    const uint8_t *scales = static_cast<const uint8_t*>(w.scale) + panel * panel_scales, *mins = static_cast<const uint8_t*>(w.min);
+    if (mins)
+        mins += panel * panel_scales;
+    for (int64_t k = 0; k < w.cols; k++, to += kLanes) {
+        const int64_t b = k / 32, in = k % 32, g = k / w.group * kLanes;
+        float code[kLanes];
+        for (int row = 0; row < kLanes; row++) {
+            if (w.codes == Codes::kByte) {
+                code[row] = float(codes[b * 512 + in / 4 * 64 + row * 4 + in % 4] - w.offset);
+            } else {
+                const int stored = codes[b * 256 + in % 16 / 4 * 64 + row * 4 + in % 4] >> in / 16 * 4 & 15;
+                code[row] = float(w.codebook ? w.codebook[stored] : stored - w.offset);
+            }
+        }
+        const typename V::F scale = load_scale<V>(scales, g, half), value = V::load(code);
+        V::store(to, mins ? V::fma(scale, value, load_scale<V>(mins, g, half)) : V::mul(scale, value));
+    }
+}
+
+template <class D> static void linear_float(const LinearArgs* args, int64_t panel0, int64_t panel1, uint8_t* scratch) {
+    const LinearArgs& a = *args;
+    const Weight& w = *a.w;
+    const bool integer = w.codes <= Codes::kByte;
+    const int64_t panel_bytes = integer ? w.cols * kLanes * 4 : w.panel_bytes;
+    auto tile = w.codes == Codes::kF16    ? float_tokens<D, Codes::kF16>
+                : w.codes == Codes::kBF16 ? float_tokens<D, Codes::kBF16>
+                                          : float_tokens<D, Codes::kF32>;
+    for (int64_t panel = panel0; panel < panel1; panel += D::kFloatPanels) {
+        const int64_t count = panel1 - panel < D::kFloatPanels ? panel1 - panel : D::kFloatPanels;
+        const uint8_t* data = w.data + panel * w.panel_bytes;
+        if (integer) {
+            for (int64_t i = 0; i < count; i++)
+                dequantize_panel<typename D::V>(w, panel + i, reinterpret_cast<float*>(scratch + i * panel_bytes));
+            data = scratch;
+        }
+        for (int64_t token = 0; token < a.rows; token += D::kFloatTokens) {
+            const int64_t tokens = a.rows - token < D::kFloatTokens ? a.rows - token : D::kFloatTokens;
+            tile(a, data, panel_bytes, panel, count, token, tokens);
+        }
+    }
+}
+
+} // namespace quaff::linear
