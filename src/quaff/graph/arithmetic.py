@@ -1,0 +1,163 @@
+"""NUMERICS rules 4 to 12 in NumPy: the f32 operations that the reference is written in, each rounding exactly as the contract says.
+
+Arrays are f32; +, -, *, / and sqrt on them round once per element in every NumPy version. Sums, exp and fma are ours.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+F32 = NDArray[np.float32]
+F64 = NDArray[np.float64]
+
+EXP_MIN, EXP_MAX, PROB_MIN = np.float32(-87), np.float32(88), np.float32(-64)
+LOG2E = np.float32(float.fromhex("0x1.715476p+0"))
+LN2_HI = np.float32(float.fromhex("0x1.62e4p-1"))
+LN2_LO = np.float32(float.fromhex("0x1.7f7d1cp-20"))
+EXP_C = tuple(np.float32(float.fromhex(c)) for c in ("0x1.6d1610p-10", "0x1.121076p-7", "0x1.555516p-5", "0x1.5554d8p-3", "0x1p-1"))
+GELU_ROOT, GELU_CUBE = np.float32(0.7978845608), np.float32(0.044715)
+ONE, ZERO = np.float32(1), np.float32(0)
+
+LANES = 16
+QUANT_GROUP = 32
+
+
+def fma(a: F32 | np.float32, b: F32 | np.float32, c: F32 | np.float32) -> F32:
+    """a*b + c rounded once (rule 4). The product is exact in float64; the sum is rounded to odd there, then to f32."""
+    product: F64 = np.asarray(a, dtype=np.float64) * np.asarray(b, dtype=np.float64)
+    addend: F64 = np.asarray(c, dtype=np.float64)
+    total: F64 = np.asarray(product + addend)
+    # TwoSum: `error` is what the rounding of `total` lost.
+    part = total - product
+    error = (product - (total - part)) + (addend - part)
+    if error.any():
+        bits = total.view(np.int64)
+        step = np.where((error > 0) == (total > 0), 1, -1)
+        # NaN marks a non-finite row, which is left as it is.
+        bits += np.where((error != 0) & (error == error) & (bits & 1 == 0), step, 0)
+        total = bits.view(np.float64)
+    with np.errstate(over="ignore"):
+        result: F32 = total.astype(np.float32)
+    return result
+
+
+def maximum(a: F32, b: F32) -> F32:
+    """Rule 5."""
+    return np.where(a > b, a, b)
+
+
+def exp(x: F32) -> F32:
+    """E(x) (rule 9)."""
+    x = np.where(x > EXP_MIN, x, EXP_MIN)
+    x = np.where(x < EXP_MAX, x, EXP_MAX)
+    n = np.rint(x * LOG2E)
+    r = fma(n, -LN2_LO, fma(n, -LN2_HI, x))
+    p: F32 = np.broadcast_to(EXP_C[0], r.shape)
+    for c in EXP_C[1:]:
+        p = fma(p, r, c)
+    p = fma(p * r, r, r + ONE)
+    power = ((n.astype(np.int32) + 127) << 23).view(np.float32)
+    return p * power
+
+
+def probability(x: F32) -> F32:
+    """P(x) (rule 9)."""
+    return np.where(x < PROB_MIN, ZERO, exp(x))
+
+
+def sigmoid(x: F32) -> F32:
+    return ONE / (ONE + exp(-x))
+
+
+def silu(x: F32) -> F32:
+    return x / (ONE + exp(-x))
+
+
+def tanh(x: F32) -> F32:
+    t = exp(np.float32(-2) * np.abs(x))
+    return np.copysign((ONE - t) / (ONE + t), x)
+
+
+def gelu_tanh(x: F32) -> F32:
+    u: F32 = GELU_ROOT * fma((GELU_CUBE * x) * x, x, x)
+    return x / (ONE + exp(np.float32(-2) * u))
+
+
+def tree16(lanes: F32, largest: bool = False) -> F32:
+    """Fold 16 lanes on the last axis by w = 8, 4, 2, 1 (rule 6)."""
+    for w in (8, 4, 2, 1):
+        low, high = lanes[..., :w], lanes[..., w : 2 * w]
+        lanes = maximum(low, high) if largest else low + high
+    return lanes[..., 0]
+
+
+def _lanes(x: F32, pad: np.float32) -> F32:
+    """[..., n] -> [..., ceil(n/16), 16]."""
+    short = -x.shape[-1] % LANES
+    filler = np.full((*x.shape[:-1], short), pad, dtype=np.float32)
+    return np.concatenate([x, filler], axis=-1).reshape(*x.shape[:-1], -1, LANES)
+
+
+def sum16(x: F32) -> F32:
+    """Width-16 sum of the last axis."""
+    blocks = _lanes(x, ZERO)
+    lanes = np.zeros((*x.shape[:-1], LANES), dtype=np.float32)
+    for i in range(blocks.shape[-2]):
+        lanes = lanes + blocks[..., i, :]
+    return tree16(lanes)
+
+
+def max16(x: F32) -> F32:
+    """Width-16 maximum of the last axis."""
+    blocks = _lanes(x, np.float32(-np.inf))
+    lanes = np.full((*x.shape[:-1], LANES), -np.inf, dtype=np.float32)
+    for i in range(blocks.shape[-2]):
+        lanes = maximum(lanes, blocks[..., i, :])
+    return tree16(lanes, largest=True)
+
+
+def square_sum16(x: F32) -> F32:
+    """Width-16 fold of fma(x, x, lane) over the last axis."""
+    blocks = _lanes(x, ZERO)
+    lanes = np.zeros((*x.shape[:-1], LANES), dtype=np.float32)
+    for i in range(blocks.shape[-2]):
+        lanes = fma(blocks[..., i, :], blocks[..., i, :], lanes)
+    return tree16(lanes)
+
+
+def rms_norm(x: F32, w: F32, eps: float) -> F32:
+    """Rule 15 over the last axis."""
+    r: F32 = ONE / np.sqrt(square_sum16(x) / np.float32(x.shape[-1]) + np.float32(eps))
+    return (x * r[..., None]) * w
+
+
+def quantise(x: F32) -> tuple[NDArray[np.int8], F32]:
+    """Rule 12: [n, k] -> codes [n, k] and scales [n, k/32]."""
+    groups = np.ascontiguousarray(x).reshape(x.shape[0], -1, QUANT_GROUP)
+    amax = (groups.view(np.int32) & 0x7FFFFFFF).max(axis=-1).view(np.float32)
+    small = amax < np.float32(2.0**-64)
+    divisor = np.where(small, ONE, amax)
+    scale = np.where(small, ZERO, divisor / np.float32(127))
+    inverse = np.where(small, ZERO, np.float32(127) / divisor)
+    return np.rint(groups * inverse[..., None]).astype(np.int8).reshape(x.shape), scale
+
+
+def rope(x: F32, cos: F32, sin: F32, interleaved: bool) -> F32:
+    """Rule 11: x [n, heads, dim], cos and sin [n, half]; the first 2*half values of every head turn."""
+    half = cos.shape[-1]
+    first = slice(0, 2 * half, 2) if interleaved else slice(0, half)
+    second = slice(1, 2 * half, 2) if interleaved else slice(half, 2 * half)
+    c, s = cos[:, None, :], sin[:, None, :]
+    x0, x1 = x[..., first], x[..., second]
+    y = x.copy()
+    y[..., first] = fma(x0, c, -(x1 * s))
+    y[..., second] = fma(x1, c, x0 * s)
+    return y
+
+
+def to_f16(x: F32) -> NDArray[np.float16]:
+    """Rule 16: clamped to +-65504, then rounded to f16, nearest even."""
+    limit = np.float32(65504)
+    x = np.where(x > -limit, x, -limit)
+    return np.where(x < limit, x, limit).astype(np.float16)

@@ -1,0 +1,272 @@
+"""A NumPy interpreter of a Graph in the contract's order: slow, readable, and the specification of every bit of the native executor.
+
+Rows are computed together only where the contract makes them independent; loops run along reductions, in the order that counts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from quaff.batch import PAGE
+from quaff.errors import PromptError
+from quaff.graph.arithmetic import (
+    F32,
+    ONE,
+    ZERO,
+    fma,
+    gelu_tanh,
+    max16,
+    maximum,
+    probability,
+    quantise,
+    rms_norm,
+    rope,
+    silu,
+    sum16,
+    tanh,
+    to_f16,
+)
+from quaff.graph.lowering import ReferenceWeight, lower
+from quaff.graph.program import LOGITS, NONE, RESIDUAL, Graph, KVKind, Op, OpKind, StageSpec
+from quaff.graph.rope_table import rope_rows
+
+FLOAT_BLOCK = 128
+F16 = NDArray[np.float16]
+Codes = tuple[NDArray[np.int8], F32]
+
+__all__ = ["Reference", "ReferenceState", "ReferenceWeight", "attend", "linear_float", "linear_int", "lower"]
+
+
+@dataclass(frozen=True, slots=True)
+class ReferenceState:
+    """Keys and values of `length` positions: per KV kind and layer in kind, f16 [length, kv_heads, dim]."""
+
+    length: int
+    keys: tuple[tuple[F16, ...], ...]
+    values: tuple[tuple[F16, ...], ...]
+
+    def pages(self, kind: int) -> NDArray[np.uint16]:
+        """All pages of one kind, [pages, layers, kv_heads, 2, 64*dim] bits as in the native PagePool: keys [dim][64], then values
+        [64][dim]; positions not written yet are zero."""
+        keys, values = np.stack(self.keys[kind]), np.stack(self.values[kind])
+        layers, length, heads, dim = keys.shape
+        count = -(-length // PAGE)
+        pad = ((0, 0), (0, count * PAGE - length), (0, 0), (0, 0))
+        k = np.pad(keys, pad).reshape(layers, count, PAGE, heads, dim).transpose(1, 0, 3, 4, 2)
+        v = np.pad(values, pad).reshape(layers, count, PAGE, heads, dim).transpose(1, 0, 3, 2, 4)
+        shape = (count, layers, heads, 1, PAGE * dim)
+        return np.concatenate([k.reshape(shape), v.reshape(shape)], axis=3).view(np.uint16)
+
+
+def linear_int(x: Codes, w: ReferenceWeight) -> F32:
+    """Rule 13 without bias: codes [n, k] with scales [n, k/32] times weight [m, k], as f32 [n, m]."""
+    assert w.codes is not None and w.scale is not None
+    q, a_scale = x
+    group = w.codes.shape[1] // w.scale.shape[1]
+    acc = np.zeros((q.shape[0], w.codes.shape[0]), dtype=np.float32)
+    for g in range(w.scale.shape[1]):
+        span = slice(g * group, (g + 1) * group)
+        # Integers below 2^53: exact in any order of summation.
+        dot = (q[:, span].astype(np.float64) @ w.codes[:, span].T.astype(np.float64)).astype(np.float32)
+        a = a_scale[:, g * group // 32, None]
+        acc = fma(dot, w.scale[None, :, g] * a, acc)
+        if w.min is not None:
+            total = q[:, span].sum(axis=1, dtype=np.int64).astype(np.float32)[:, None]
+            acc = fma(w.min[None, :, g], a * total, acc)
+    return acc
+
+
+def linear_float(x: F32, w: F32) -> F32:
+    """Rule 14 without bias: x [n, k] times w [m, k], as f32 [n, m]."""
+    total = np.zeros((x.shape[0], w.shape[0]), dtype=np.float32)
+    for begin in range(0, x.shape[1], FLOAT_BLOCK):
+        acc = np.zeros_like(total)
+        for k in range(begin, min(begin + FLOAT_BLOCK, x.shape[1])):
+            acc = fma(w[None, :, k], x[:, k, None], acc)
+        total = total + acc
+    return total
+
+
+def attend(q: F32, positions: NDArray[np.int64], keys: F16, values: F16, window: int, scale: float, softcap: float) -> F32:
+    """Rule 16: q [n, heads, dim] at absolute positions over keys and values [length, kv_heads, dim], as f32 [n, heads, dim]."""
+    n, heads, dim = q.shape
+    share = np.arange(heads) // (heads // keys.shape[1])
+    q = q * np.float32(scale)
+    m = np.zeros((n, heads), dtype=np.float32)
+    l, o = np.zeros_like(m), np.zeros_like(q)  # noqa: E741  the contract's names
+    started = np.zeros(n, dtype=bool)
+    for begin in range(0, len(keys), PAGE):
+        k = np.zeros((PAGE, *keys.shape[1:]), dtype=np.float32)
+        v = np.zeros_like(k)
+        filled = min(PAGE, len(keys) - begin)
+        k[:filled], v[:filled] = keys[begin : begin + filled], values[begin : begin + filled]
+        j = begin + np.arange(PAGE)
+        visible = j[None, :] <= positions[:, None]
+        if window:
+            visible &= j[None, :] > positions[:, None] - window
+        rows = np.flatnonzero(visible.any(axis=1))
+        if not len(rows):
+            continue
+        m_p, l_p, o_p = _page(q[rows], k[:, share], v[:, share], visible[rows, None, :], np.float32(softcap))
+        first, later = ~started[rows], started[rows]
+        new = rows[first]
+        m[new], l[new], o[new] = m_p[first], l_p[first], o_p[first]
+        old = rows[later]
+        m_p, l_p, o_p = m_p[later], l_p[later], o_p[later]
+        top = maximum(m[old], m_p)
+        a, b = probability(m[old] - top), probability(m_p - top)
+        l[old] = fma(l[old], a, l_p * b)
+        o[old] = fma(o[old], a[..., None], o_p * b[..., None])
+        m[old] = top
+        started[rows] = True
+    return o * (ONE / l)[..., None]
+
+
+def _page(q: F32, k: F32, v: F32, visible: NDArray[np.bool_], cap: np.float32) -> tuple[F32, F32, F32]:
+    """One page alone: (m, l, o) of q [n, heads, dim] over k, v [64, heads, dim]; visible [n, 1, 64]."""
+    s = np.zeros((*q.shape[:2], PAGE), dtype=np.float32)
+    for d in range(q.shape[2]):
+        s = fma(q[:, :, d, None], k[:, :, d].T[None], s)
+    if cap > 0:
+        s = cap * tanh(s * (ONE / cap))
+    m = max16(np.where(visible, s, np.float32(-np.inf)))
+    p = np.where(visible, probability(s - m[..., None]), ZERO)
+    o = np.zeros_like(q)
+    for j in range(PAGE):
+        o = fma(p[:, :, j, None], v[None, j], o)
+    # A chain may end in -0 or +0 depending on whether hidden positions took part; adding +0 makes both +0.
+    return m, sum16(p), o + ZERO
+
+
+class Reference:
+    """Runs a Graph on weights given by tensor name; see ReferenceWeight and `lower`.
+
+    >>> import quaff.graph.reference as reference
+    >>> reference.linear_float(np.ones((1, 3), np.float32), np.ones((2, 3), np.float32)).tolist()
+    [[3.0, 3.0]]
+    """
+
+    def __init__(self, graph: Graph, weights: Mapping[str, ReferenceWeight]) -> None:
+        self.graph = graph
+        self._weights = {name: weights[name] for name in graph.weight_names}
+
+    def run(self, tokens: Sequence[int], state: ReferenceState | None = None) -> tuple[F32, ReferenceState]:
+        """Logits [n, vocab] of every token and the KV state after them. `state` continues an earlier run."""
+        ids = np.asarray(tokens, dtype=np.int64)
+        if len(ids) == 0 or ids.min() < 0 or ids.max() >= self.graph.config.vocab:
+            raise PromptError(f"token ids must lie in 0..{self.graph.config.vocab - 1} and there must be at least one")
+        run = _Run(self.graph, self._weights, ids, state)
+        for stage in self.graph.stages:
+            run.stage(stage)
+        return run.logits, run.state()
+
+
+class _Run:
+    """The buffers and KV arrays of one call."""
+
+    def __init__(self, graph: Graph, weights: Mapping[str, ReferenceWeight], ids: NDArray[np.int64], state: ReferenceState | None) -> None:
+        self._graph, self._weights, self._ids = graph, weights, ids
+        start = state.length if state else 0
+        self._positions = start + np.arange(len(ids))
+        self._f32: dict[int, F32] = {}
+        self._codes: dict[int, Codes] = {}
+        self._keys = _grown(graph.kv_kinds, state.keys if state else None, len(ids))
+        self._values = _grown(graph.kv_kinds, state.values if state else None, len(ids))
+        self._ropes = [rope_rows(r.theta, r.rotary_dim, self._positions, r.linear_factor) for r in graph.ropes]
+
+    @property
+    def logits(self) -> F32:
+        return self._f32[LOGITS]
+
+    def state(self) -> ReferenceState:
+        keys, values = (tuple(tuple(kind) for kind in arrays) for arrays in (self._keys, self._values))
+        return ReferenceState(int(self._positions[-1]) + 1, keys, values)
+
+    def stage(self, stage: StageSpec) -> None:
+        steps = {
+            OpKind.EMBED: self._embed,
+            OpKind.RMS_NORM: self._rms_norm,
+            OpKind.QUANTIZE: self._quantise,
+            OpKind.LINEAR: self._linear,
+            OpKind.ROPE: self._rope,
+            OpKind.KV_WRITE: self._kv_write,
+            OpKind.ATTEND: self._attend,
+            OpKind.GLU: self._glu,
+            OpKind.ADD: self._add,
+        }
+        for op in stage.program.ops:
+            steps[op.kind](op, [None if s == NONE else self._weights[stage.weights[s]] for s in op.weights])
+
+    def _embed(self, op: Op, weights: list[ReferenceWeight | None]) -> None:
+        (table,) = weights
+        assert table is not None
+        self._f32[RESIDUAL] = table.dequantised()[self._ids] * np.float32(op.floats[0])
+
+    def _rms_norm(self, op: Op, weights: list[ReferenceWeight | None]) -> None:
+        (w,) = weights
+        assert w is not None and w.values is not None
+        x = self._f32[op.inputs[0]]
+        y = rms_norm(x.reshape(len(x), op.ints[0], -1), w.values, op.floats[0]).reshape(x.shape)
+        self._store_both(op, y)
+
+    def _quantise(self, op: Op, weights: list[ReferenceWeight | None]) -> None:
+        self._codes[op.outputs[0]] = quantise(self._f32[op.inputs[0]])
+
+    def _linear(self, op: Op, weights: list[ReferenceWeight | None]) -> None:
+        (codes, values), (n, accumulate) = op.inputs, op.ints
+        results = []
+        for w, bias in zip(weights[:n], weights[n:], strict=True):
+            assert w is not None
+            y = linear_int(self._codes[codes], w) if w.is_integer and codes != NONE else linear_float(self._f32[values], w.dequantised())
+            if bias is not None:
+                assert bias.values is not None
+                y = y + bias.values
+            results.append(y)
+        for out, y in zip(op.outputs, results, strict=True):
+            self._f32[out] = self._f32[out] + y if accumulate else y
+
+    def _rope(self, op: Op, weights: list[ReferenceWeight | None]) -> None:
+        index, heads, dim, interleaved = op.ints
+        cos, sin = np.split(self._ropes[index], 2, axis=1)
+        x = self._f32[op.inputs[0]]
+        self._f32[op.outputs[0]] = rope(x.reshape(len(x), heads, dim), cos, sin, bool(interleaved)).reshape(x.shape)
+
+    def _kv_write(self, op: Op, weights: list[ReferenceWeight | None]) -> None:
+        kind, layer, heads, dim = op.ints
+        for arrays, buffer in ((self._keys, op.inputs[0]), (self._values, op.inputs[1])):
+            arrays[kind][layer][self._positions] = to_f16(self._f32[buffer]).reshape(-1, heads, dim)
+
+    def _attend(self, op: Op, weights: list[ReferenceWeight | None]) -> None:
+        kind, layer, heads, _, dim, window = op.ints
+        q = self._f32[op.inputs[0]]
+        keys, values = self._keys[kind][layer], self._values[kind][layer]
+        y = attend(q.reshape(-1, heads, dim), self._positions, keys, values, window, *op.floats)
+        self._f32[op.outputs[0]] = y.reshape(q.shape)
+
+    def _glu(self, op: Op, weights: list[ReferenceWeight | None]) -> None:
+        gate, up = (self._f32[b] for b in op.inputs)
+        self._store_both(op, (gelu_tanh(gate) if op.ints[0] else silu(gate)) * up)
+
+    def _add(self, op: Op, weights: list[ReferenceWeight | None]) -> None:
+        self._f32[RESIDUAL] = self._f32[RESIDUAL] + self._f32[op.inputs[0]]
+
+    def _store_both(self, op: Op, y: F32) -> None:
+        values, codes = op.outputs
+        if values != NONE:
+            self._f32[values] = y
+        if codes != NONE:
+            self._codes[codes] = quantise(y)
+
+
+def _grown(kinds: tuple[KVKind, ...], old: tuple[tuple[F16, ...], ...] | None, rows: int) -> list[list[F16]]:
+    """KV arrays with room for `rows` more positions; the old ones are copied."""
+
+    def grow(kind: int, layer: int, k: KVKind) -> F16:
+        room = np.zeros((rows, k.kv_heads, k.dim), dtype=np.float16)
+        return np.concatenate([old[kind][layer], room]) if old else room
+
+    return [[grow(i, layer, k) for layer in range(len(k.layers))] for i, k in enumerate(kinds)]

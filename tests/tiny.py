@@ -1,0 +1,221 @@
+"""Tiny random models in real GGUF files, written by the `gguf` package: every attention kind in seconds.
+
+>>> CASES["llama-gqa"].write(tmp_path / "tiny.gguf")
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+from numpy.typing import NDArray
+
+TYPES = {t.name: t for t in gguf.GGMLQuantizationType}
+# Byte offsets of the f16 factors of a block, for types that `gguf` reads but cannot make: their codes are drawn at random.
+FACTORS = {"Q2_K": (80, 82), "Q3_K": (108,), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,), "IQ4_NL": (0,), "IQ4_XS": (0,)}
+
+SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+CHAT_TEMPLATE = (
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+@dataclass(frozen=True)
+class Tiny:
+    """Shape and types of a model. `types` maps a role (attn_q, ffn_down ...) or "" (all others) to a ggml type name."""
+
+    architecture: str = "llama"
+    dim: int = 64
+    layers: int = 2
+    heads: int = 4
+    kv_heads: int = 2
+    head_dim: int = 16
+    ffn_dim: int = 96
+    vocab: int = 300
+    window: int = 0
+    context: int = 4096
+    types: Mapping[str, str] = field(default_factory=lambda: {"": "Q4_0"})
+    embedding: str = "Q8_0"
+    tied: bool = True
+    biased: bool = False
+    rope_factor: float = 0.0
+    seed: int = 0
+
+    def tensors(self) -> dict[str, tuple[tuple[int, ...], str]]:
+        """Name -> (shape, type name), in file order."""
+        q, kv, d, f = self.heads * self.head_dim, self.kv_heads * self.head_dim, self.dim, self.ffn_dim
+        out: dict[str, tuple[tuple[int, ...], str]] = {"token_embd.weight": ((self.vocab, d), self.embedding)}
+        out["output_norm.weight"] = ((d,), "F32")
+        if not self.tied:
+            out["output.weight"] = ((self.vocab, d), self._type("output"))
+        matrices = {"attn_q": (q, d), "attn_k": (kv, d), "attn_v": (kv, d), "attn_output": (d, q)}
+        matrices |= {"ffn_gate": (f, d), "ffn_up": (f, d), "ffn_down": (d, f)}
+        vectors = {"attn_norm": d, "ffn_norm": d}
+        if self.architecture == "gemma3":
+            vectors |= {"attn_q_norm": self.head_dim, "attn_k_norm": self.head_dim, "post_attention_norm": d, "post_ffw_norm": d}
+        for i in range(self.layers):
+            for role, shape in matrices.items():
+                out[f"blk.{i}.{role}.weight"] = (shape, self._type(role))
+                if self.biased and role.startswith("attn"):
+                    out[f"blk.{i}.{role}.bias"] = (shape[:1], "F32")
+            for role, n in vectors.items():
+                out[f"blk.{i}.{role}.weight"] = ((n,), "F32")
+        return out
+
+    def metadata(self) -> dict[str, Any]:
+        """Architecture keys as they appear in the file."""
+        keys: dict[str, Any] = {
+            "block_count": self.layers,
+            "context_length": self.context,
+            "embedding_length": self.dim,
+            "feed_forward_length": self.ffn_dim,
+            "attention.head_count": self.heads,
+            "attention.head_count_kv": self.kv_heads,
+            "attention.key_length": self.head_dim,
+            "attention.value_length": self.head_dim,
+            "attention.layer_norm_rms_epsilon": 1e-5,
+            "rope.freq_base": 10000.0 if self.architecture == "llama" else 1e6,
+            "rope.dimension_count": self.head_dim,
+        }
+        if self.window:
+            keys["attention.sliding_window"] = self.window
+        if self.rope_factor:
+            keys |= {"rope.scaling.type": "linear", "rope.scaling.factor": self.rope_factor}
+        return {f"{self.architecture}.{key}": value for key, value in keys.items()}
+
+    def write(self, path: Path) -> Path:
+        """Write the file; the same fields give the same bytes."""
+        writer = gguf.GGUFWriter(path, self.architecture)
+        writer.add_name(f"tiny {self.architecture}")
+        for key, value in self.metadata().items():
+            add = {int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}[type(value)]
+            add(key, value)
+        self._write_tokenizer(writer)
+        rng = np.random.default_rng(self.seed)
+        for name, (shape, type_name) in self.tensors().items():
+            data = random_tensor(rng, name, shape, type_name)
+            writer.add_tensor(name, data, raw_dtype=TYPES[type_name])
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+        writer.close()
+        return path
+
+    def _type(self, role: str) -> str:
+        return self.types.get(role, self.types[""])
+
+    def _write_tokenizer(self, writer: gguf.GGUFWriter) -> None:
+        tokens, merges = byte_level_vocabulary(self.vocab)
+        kinds = [gguf.TokenType.CONTROL if t in SPECIAL else gguf.TokenType.NORMAL for t in tokens]
+        writer.add_tokenizer_model("gpt2")
+        writer.add_tokenizer_pre("smollm")
+        writer.add_token_list(tokens)
+        writer.add_token_types(kinds)
+        writer.add_token_merges(merges)
+        writer.add_bos_token_id(tokens.index("<|endoftext|>"))
+        writer.add_eos_token_id(tokens.index("<|im_end|>"))
+        writer.add_add_bos_token(False)
+        writer.add_chat_template(CHAT_TEMPLATE)
+
+
+def byte_level_vocabulary(size: int) -> tuple[list[str], list[str]]:
+    """Special tokens, the 256 bytes in GPT-2's printable alphabet, merges of common English pairs, fillers up to `size`."""
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    rest = [b for b in range(256) if b not in printable]
+    letters = {b: chr(b) for b in printable} | {b: chr(256 + i) for i, b in enumerate(rest)}
+    tokens = [*SPECIAL, *(letters[b] for b in range(256))]
+    pairs = [
+        "Ġ t",
+        "Ġ a",
+        "i n",
+        "h e",
+        "r e",
+        "o n",
+        "Ġt he",
+        "e r",
+        "Ġ s",
+        "a t",
+        "Ġ w",
+        "n d",
+        "Ġ o",
+        "o u",
+        "i s",
+        "e n",
+        "in g",
+        "o r",
+    ]
+    merges = pairs[: max(0, size - len(tokens))]
+    tokens += [pair.replace(" ", "") for pair in merges]
+    if size < len(SPECIAL) + 256:
+        raise ValueError(f"a byte-level vocabulary needs {len(SPECIAL) + 256} tokens, not {size}")
+    return tokens + [f"<filler{i}>" for i in range(size - len(tokens))], merges
+
+
+def random_tensor(rng: np.random.Generator, name: str, shape: tuple[int, ...], type_name: str) -> NDArray[Any]:
+    """Values of the size that training leaves: norms near 1, rows of matrices of unit length."""
+    if len(shape) == 1:
+        near = 0.0 if name.endswith(".bias") else 1.0
+        return (near + 0.2 * rng.standard_normal(shape)).astype(np.float32)
+    deviation = 1.0 / math.sqrt(shape[1])
+    if name.endswith(("attn_q.weight", "attn_k.weight")):
+        deviation *= 2.0  # attention that is far from uniform
+    if type_name in FACTORS or type_name == "MXFP4":
+        return random_blocks(rng, shape, type_name, deviation)
+    return gguf.quants.quantize((deviation * rng.standard_normal(shape)).astype(np.float32), TYPES[type_name])
+
+
+def random_blocks(rng: np.random.Generator, shape: tuple[int, int], type_name: str, deviation: float) -> NDArray[np.uint8]:
+    """Blocks of random codes whose factors are set so that values have the given root mean square."""
+    per_block, size = gguf.GGML_QUANT_SIZES[TYPES[type_name]]
+    blocks = rng.integers(0, 256, (shape[0], shape[1] // per_block, size), dtype=np.uint8)
+    if type_name == "MXFP4":
+        blocks[..., 0] = 127 + round(math.log2(deviation / 2)) + rng.integers(-1, 2, blocks.shape[:2])
+        return blocks.reshape(shape[0], -1)
+    factor = np.ones((*blocks.shape[:2], len(FACTORS[type_name])))
+    if len(FACTORS[type_name]) == 2:
+        factor[..., 1] = {"Q2_K": 1.5, "Q4_K": 7.5, "Q5_K": 15.5}[type_name]  # the minimum centres codes that are not signed
+    factor *= rng.uniform(0.7, 1.4, (*blocks.shape[:2], 1))
+    for scale in (2.0**-10, None):
+        if scale is None:
+            values = gguf.quants.dequantize(blocks.reshape(shape[0], -1), TYPES[type_name])
+            scale = 2.0**-10 * deviation / float(np.sqrt(np.mean(np.square(values, dtype=np.float64))))
+        for i, offset in enumerate(FACTORS[type_name]):
+            blocks[..., offset : offset + 2] = (factor[..., i : i + 1] * scale).astype(np.float16).view(np.uint8)
+    return blocks.reshape(shape[0], -1)
+
+
+MIXED = {"": "Q4_1", "attn_k": "Q5_0", "attn_v": "Q8_0", "ffn_up": "F16", "ffn_down": "Q5_1"}
+K_QUANTS = {"": "Q4_K", "attn_q": "Q5_K", "attn_k": "IQ4_XS", "attn_v": "Q6_K", "ffn_gate": "Q3_K", "ffn_down": "Q2_K"}
+
+CASES: dict[str, Tiny] = {
+    "llama-gqa": Tiny(),
+    "llama-mqa": Tiny(heads=6, kv_heads=1, dim=96, types=MIXED, tied=False, vocab=301, seed=1),
+    "llama-odd": Tiny(
+        dim=160, heads=5, kv_heads=5, head_dim=32, ffn_dim=224, vocab=303, types={"": "Q4_1"}, biased=True, rope_factor=4.0, seed=2
+    ),
+    "llama-k": Tiny(dim=256, heads=4, kv_heads=2, head_dim=64, ffn_dim=256, types=K_QUANTS, embedding="Q6_K", seed=3),
+    "llama-float": Tiny(
+        dim=40, heads=3, kv_heads=3, ffn_dim=72, types={"": "F16", "attn_k": "BF16", "ffn_up": "F32"}, embedding="F16", seed=4
+    ),
+    "gemma3": Tiny("gemma3", layers=6, heads=2, kv_heads=1, head_dim=32, window=24, types=MIXED, seed=5),
+    "gemma3-wide": Tiny("gemma3", layers=7, heads=4, kv_heads=2, head_dim=16, window=80, rope_factor=8.0, vocab=305, seed=6),
+}
+
+
+def read(path: Path) -> tuple[dict[str, Any], dict[str, tuple[tuple[int, ...], int]], dict[str, NDArray[np.uint8]]]:
+    """(metadata, name -> (shape, ggml type), name -> bytes) through the `gguf` package, independent of our own reader."""
+    reader = gguf.GGUFReader(path)
+    metadata = {name: value.contents() for name, value in reader.fields.items() if not name.startswith("GGUF.")}
+    shapes = {t.name: (tuple(int(n) for n in reversed(t.shape)), int(t.tensor_type)) for t in reader.tensors}
+    return metadata, shapes, {t.name: np.ascontiguousarray(t.data).view(np.uint8).reshape(-1) for t in reader.tensors}
+
+
+def prompt(vocab: int, length: int, seed: int = 0) -> list[int]:
+    """Random token ids."""
+    return [int(t) for t in np.random.default_rng(seed).integers(0, vocab, length)]
