@@ -259,7 +259,7 @@ def _tensor_table(header: _Header, tensors: int, alignment: int) -> list[tuple[s
             count *= n
         nbytes = count // known.block * known.nbytes
         if nbytes > header.size:
-            header.damaged(f"{tensor} of shape {_shape(shape)} needs {nbytes} bytes of {known.name}, more than the file's {header.size}")
+            header.damaged(f"{tensor} of shape {_shape(shape)} needs {nbytes} bytes of {known.name}; the whole file has {header.size}")
         if offset % alignment:
             header.damaged(f"{tensor} starts at data offset {offset}, which is not a multiple of {alignment}")
         table[name] = (name, shape, kind, offset, nbytes)
