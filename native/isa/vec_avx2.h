@@ -19,13 +19,13 @@ struct VecAvx2 {
 
     QUAFF_INLINE static F zero() { return {_mm256_setzero_ps(), _mm256_setzero_ps()}; }
     QUAFF_INLINE static F set(float x) { return {_mm256_set1_ps(x), _mm256_set1_ps(x)}; }
-    QUAFF_INLINE static F load(const float *p) { return {_mm256_loadu_ps(p), _mm256_loadu_ps(p + 8)}; }
-    QUAFF_INLINE static void store(float *p, F v) {
+    QUAFF_INLINE static F load(const float* p) { return {_mm256_loadu_ps(p), _mm256_loadu_ps(p + 8)}; }
+    QUAFF_INLINE static void store(float* p, F v) {
         _mm256_storeu_ps(p, v.a);
         _mm256_storeu_ps(p + 8, v.b);
     }
-    QUAFF_INLINE static F load_part(const float *p, int64_t n, float pad) { return isa::load_part<VecAvx2>(p, n, pad); }
-    QUAFF_INLINE static void store_part(float *p, int64_t n, F v) { isa::store_part<VecAvx2>(p, n, v); }
+    QUAFF_INLINE static F load_part(const float* p, int64_t n, float pad) { return isa::load_part<VecAvx2>(p, n, pad); }
+    QUAFF_INLINE static void store_part(float* p, int64_t n, F v) { isa::store_part<VecAvx2>(p, n, v); }
 
     QUAFF_INLINE static F add(F x, F y) { return {_mm256_add_ps(x.a, y.a), _mm256_add_ps(x.b, y.b)}; }
     QUAFF_INLINE static F sub(F x, F y) { return {_mm256_sub_ps(x.a, y.a), _mm256_sub_ps(x.b, y.b)}; }
@@ -62,12 +62,12 @@ struct VecAvx2 {
 
     QUAFF_INLINE static I iset(int32_t x) { return {_mm256_set1_epi32(x), _mm256_set1_epi32(x)}; }
     QUAFF_INLINE static I iota() { return {_mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7), _mm256_setr_epi32(8, 9, 10, 11, 12, 13, 14, 15)}; }
-    QUAFF_INLINE static I iload(const int32_t *p) {
-        return {_mm256_loadu_si256(reinterpret_cast<const __m256i *>(p)), _mm256_loadu_si256(reinterpret_cast<const __m256i *>(p + 8))};
+    QUAFF_INLINE static I iload(const int32_t* p) {
+        return {_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)), _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p + 8))};
     }
-    QUAFF_INLINE static void istore(int32_t *p, I v) {
-        _mm256_storeu_si256(reinterpret_cast<__m256i *>(p), v.a);
-        _mm256_storeu_si256(reinterpret_cast<__m256i *>(p + 8), v.b);
+    QUAFF_INLINE static void istore(int32_t* p, I v) {
+        _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), v.a);
+        _mm256_storeu_si256(reinterpret_cast<__m256i*>(p + 8), v.b);
     }
     QUAFF_INLINE static I iadd(I x, I y) { return {_mm256_add_epi32(x.a, y.a), _mm256_add_epi32(x.b, y.b)}; }
     QUAFF_INLINE static I isub(I x, I y) { return {_mm256_sub_epi32(x.a, y.a), _mm256_sub_epi32(x.b, y.b)}; }
@@ -87,27 +87,27 @@ struct VecAvx2 {
     QUAFF_INLINE static I bits(F x) { return {_mm256_castps_si256(x.a), _mm256_castps_si256(x.b)}; }
     QUAFF_INLINE static F from_bits(I x) { return {_mm256_castsi256_ps(x.a), _mm256_castsi256_ps(x.b)}; }
 
-    QUAFF_INLINE static F load_f16(const uint16_t *p) { return {_mm256_cvtph_ps(load128(p)), _mm256_cvtph_ps(load128(p + 8))}; }
-    QUAFF_INLINE static void store_f16(uint16_t *p, F v) {
+    QUAFF_INLINE static F load_f16(const uint16_t* p) { return {_mm256_cvtph_ps(load128(p)), _mm256_cvtph_ps(load128(p + 8))}; }
+    QUAFF_INLINE static void store_f16(uint16_t* p, F v) {
         constexpr int mode = _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC;
-        _mm_storeu_si128(reinterpret_cast<__m128i *>(p), _mm256_cvtps_ph(v.a, mode));
-        _mm_storeu_si128(reinterpret_cast<__m128i *>(p + 8), _mm256_cvtps_ph(v.b, mode));
+        _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm256_cvtps_ph(v.a, mode));
+        _mm_storeu_si128(reinterpret_cast<__m128i*>(p + 8), _mm256_cvtps_ph(v.b, mode));
     }
-    QUAFF_INLINE static F load_bf16(const uint16_t *p) {
+    QUAFF_INLINE static F load_bf16(const uint16_t* p) {
         return from_bits(shl<16>(I{_mm256_cvtepu16_epi32(load128(p)), _mm256_cvtepu16_epi32(load128(p + 8))}));
     }
-    QUAFF_INLINE static I load_i8(const int8_t *p) {
+    QUAFF_INLINE static I load_i8(const int8_t* p) {
         const __m128i v = load128(p);
         return {_mm256_cvtepi8_epi32(v), _mm256_cvtepi8_epi32(_mm_srli_si128(v, 8))};
     }
-    QUAFF_INLINE static I load_u8(const uint8_t *p) {
+    QUAFF_INLINE static I load_u8(const uint8_t* p) {
         const __m128i v = load128(p);
         return {_mm256_cvtepu8_epi32(v), _mm256_cvtepu8_epi32(_mm_srli_si128(v, 8))};
     }
-    QUAFF_INLINE static void store_i8(int8_t *p, I v) { // values in [-128, 127]
+    QUAFF_INLINE static void store_i8(int8_t* p, I v) { // values in [-128, 127]
         const __m128i low = _mm_packs_epi32(_mm256_castsi256_si128(v.a), _mm256_extracti128_si256(v.a, 1));
         const __m128i high = _mm_packs_epi32(_mm256_castsi256_si128(v.b), _mm256_extracti128_si256(v.b, 1));
-        _mm_storeu_si128(reinterpret_cast<__m128i *>(p), _mm_packs_epi16(low, high));
+        _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm_packs_epi16(low, high));
     }
 
     // Folds of NUMERICS 6: lanes j and j + w for w = 8, 4, 2, 1.
@@ -137,18 +137,18 @@ struct VecAvx2 {
     }
 
     // 32 floats as 16 pairs: first and second of each, and back.
-    QUAFF_INLINE static void unzip(const float *p, F &first, F &second) {
+    QUAFF_INLINE static void unzip(const float* p, F& first, F& second) {
         const F x = load(p), y = load(p + 16);
         first = {part<0x88>(x), part<0x88>(y)};
         second = {part<0xdd>(x), part<0xdd>(y)};
     }
-    QUAFF_INLINE static void zip(float *p, F first, F second) {
+    QUAFF_INLINE static void zip(float* p, F first, F second) {
         store(p, woven(first.a, second.a));
         store(p + 16, woven(first.b, second.b));
     }
 
-  private:
-    QUAFF_INLINE static __m128i load128(const void *p) { return _mm_loadu_si128(static_cast<const __m128i *>(p)); }
+private:
+    QUAFF_INLINE static __m128i load128(const void* p) { return _mm_loadu_si128(static_cast<const __m128i*>(p)); }
     template <int pick> QUAFF_INLINE static __m256 part(F x) {
         return _mm256_castpd_ps(_mm256_permute4x64_pd(_mm256_castps_pd(_mm256_shuffle_ps(x.a, x.b, pick)), 0xd8));
     }

@@ -2,7 +2,12 @@
 #pragma once
 #include "vec_common.h"
 
+// g++ 12 calls the header's own "undefined" operands uninitialised.
+#pragma GCC diagnostic push
+#pragma GCC diagnostic ignored "-Wuninitialized"
+#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
 #include <immintrin.h>
+#pragma GCC diagnostic pop
 
 namespace quaff::isa {
 
@@ -15,10 +20,10 @@ struct VecAvx512 {
 
     QUAFF_INLINE static F zero() { return _mm512_setzero_ps(); }
     QUAFF_INLINE static F set(float x) { return _mm512_set1_ps(x); }
-    QUAFF_INLINE static F load(const float *p) { return _mm512_loadu_ps(p); }
-    QUAFF_INLINE static void store(float *p, F v) { _mm512_storeu_ps(p, v); }
-    QUAFF_INLINE static F load_part(const float *p, int64_t n, float pad) { return _mm512_mask_loadu_ps(set(pad), first(n), p); }
-    QUAFF_INLINE static void store_part(float *p, int64_t n, F v) { _mm512_mask_storeu_ps(p, first(n), v); }
+    QUAFF_INLINE static F load(const float* p) { return _mm512_loadu_ps(p); }
+    QUAFF_INLINE static void store(float* p, F v) { _mm512_storeu_ps(p, v); }
+    QUAFF_INLINE static F load_part(const float* p, int64_t n, float pad) { return _mm512_mask_loadu_ps(set(pad), first(n), p); }
+    QUAFF_INLINE static void store_part(float* p, int64_t n, F v) { _mm512_mask_storeu_ps(p, first(n), v); }
 
     QUAFF_INLINE static F add(F a, F b) { return _mm512_add_ps(a, b); }
     QUAFF_INLINE static F sub(F a, F b) { return _mm512_sub_ps(a, b); }
@@ -44,8 +49,8 @@ struct VecAvx512 {
 
     QUAFF_INLINE static I iset(int32_t x) { return _mm512_set1_epi32(x); }
     QUAFF_INLINE static I iota() { return _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15); }
-    QUAFF_INLINE static I iload(const int32_t *p) { return _mm512_loadu_si512(p); }
-    QUAFF_INLINE static void istore(int32_t *p, I v) { _mm512_storeu_si512(p, v); }
+    QUAFF_INLINE static I iload(const int32_t* p) { return _mm512_loadu_si512(p); }
+    QUAFF_INLINE static void istore(int32_t* p, I v) { _mm512_storeu_si512(p, v); }
     QUAFF_INLINE static I iadd(I a, I b) { return _mm512_add_epi32(a, b); }
     QUAFF_INLINE static I isub(I a, I b) { return _mm512_sub_epi32(a, b); }
     QUAFF_INLINE static I imul(I a, I b) { return _mm512_mullo_epi32(a, b); }
@@ -62,16 +67,16 @@ struct VecAvx512 {
     QUAFF_INLINE static I bits(F a) { return _mm512_castps_si512(a); }
     QUAFF_INLINE static F from_bits(I a) { return _mm512_castsi512_ps(a); }
 
-    QUAFF_INLINE static F load_f16(const uint16_t *p) { return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i *>(p))); }
-    QUAFF_INLINE static void store_f16(uint16_t *p, F v) {
-        _mm256_storeu_si256(reinterpret_cast<__m256i *>(p), _mm512_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+    QUAFF_INLINE static F load_f16(const uint16_t* p) { return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p))); }
+    QUAFF_INLINE static void store_f16(uint16_t* p, F v) {
+        _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
     }
-    QUAFF_INLINE static F load_bf16(const uint16_t *p) {
-        return from_bits(shl<16>(_mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i *>(p)))));
+    QUAFF_INLINE static F load_bf16(const uint16_t* p) {
+        return from_bits(shl<16>(_mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)))));
     }
-    QUAFF_INLINE static I load_i8(const int8_t *p) { return _mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i *>(p))); }
-    QUAFF_INLINE static I load_u8(const uint8_t *p) { return _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i *>(p))); }
-    QUAFF_INLINE static void store_i8(int8_t *p, I v) { _mm_storeu_si128(reinterpret_cast<__m128i *>(p), _mm512_cvtepi32_epi8(v)); }
+    QUAFF_INLINE static I load_i8(const int8_t* p) { return _mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))); }
+    QUAFF_INLINE static I load_u8(const uint8_t* p) { return _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))); }
+    QUAFF_INLINE static void store_i8(int8_t* p, I v) { _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtepi32_epi8(v)); }
 
     // Folds of NUMERICS 6: lanes j and j + w for w = 8, 4, 2, 1.
     QUAFF_INLINE static float sum(F v) {
@@ -90,19 +95,19 @@ struct VecAvx512 {
     QUAFF_INLINE static int32_t itop(I v) { return _mm512_reduce_max_epi32(v); }
 
     // 32 floats as 16 pairs: first and second of each, and back.
-    QUAFF_INLINE static void unzip(const float *p, F &first, F &second) {
+    QUAFF_INLINE static void unzip(const float* p, F& first, F& second) {
         const I even = _mm512_setr_epi32(0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
         const F a = load(p), b = load(p + 16);
         first = _mm512_permutex2var_ps(a, even, b);
         second = _mm512_permutex2var_ps(a, iadd(even, iset(1)), b);
     }
-    QUAFF_INLINE static void zip(float *p, F first, F second) {
+    QUAFF_INLINE static void zip(float* p, F first, F second) {
         const I low = _mm512_setr_epi32(0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
         store(p, _mm512_permutex2var_ps(first, low, second));
         store(p + 16, _mm512_permutex2var_ps(first, iadd(low, iset(8)), second));
     }
 
-  private:
+private:
     QUAFF_INLINE static M first(int64_t n) { return static_cast<M>((1u << n) - 1u); } // 0 <= n <= 16
 };
 

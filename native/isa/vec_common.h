@@ -12,7 +12,7 @@
 namespace quaff::isa {
 
 // Lanes [0, n) of a tail from memory, the rest a padding value; and back. Kernels use them once a row.
-template <class V> QUAFF_INLINE typename V::F load_part(const float *p, int64_t n, float pad) {
+template <class V> QUAFF_INLINE typename V::F load_part(const float* p, int64_t n, float pad) {
     alignas(64) float lanes[kLanes];
     for (int i = 0; i < kLanes; ++i) {
         lanes[i] = i < n ? p[i] : pad;
@@ -20,7 +20,7 @@ template <class V> QUAFF_INLINE typename V::F load_part(const float *p, int64_t 
     return V::load(lanes);
 }
 
-template <class V> QUAFF_INLINE void store_part(float *p, int64_t n, typename V::F v) {
+template <class V> QUAFF_INLINE void store_part(float* p, int64_t n, typename V::F v) {
     alignas(64) float lanes[kLanes];
     V::store(lanes, v);
     for (int64_t i = 0; i < n; ++i) {

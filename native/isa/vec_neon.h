@@ -19,15 +19,15 @@ struct VecNeon {
 
     QUAFF_INLINE static F zero() { return set(0.0f); }
     QUAFF_INLINE static F set(float x) { return {vdupq_n_f32(x), vdupq_n_f32(x), vdupq_n_f32(x), vdupq_n_f32(x)}; }
-    QUAFF_INLINE static F load(const float *p) { return {vld1q_f32(p), vld1q_f32(p + 4), vld1q_f32(p + 8), vld1q_f32(p + 12)}; }
-    QUAFF_INLINE static void store(float *p, F v) {
+    QUAFF_INLINE static F load(const float* p) { return {vld1q_f32(p), vld1q_f32(p + 4), vld1q_f32(p + 8), vld1q_f32(p + 12)}; }
+    QUAFF_INLINE static void store(float* p, F v) {
         vst1q_f32(p, v.a);
         vst1q_f32(p + 4, v.b);
         vst1q_f32(p + 8, v.c);
         vst1q_f32(p + 12, v.d);
     }
-    QUAFF_INLINE static F load_part(const float *p, int64_t n, float pad) { return isa::load_part<VecNeon>(p, n, pad); }
-    QUAFF_INLINE static void store_part(float *p, int64_t n, F v) { isa::store_part<VecNeon>(p, n, v); }
+    QUAFF_INLINE static F load_part(const float* p, int64_t n, float pad) { return isa::load_part<VecNeon>(p, n, pad); }
+    QUAFF_INLINE static void store_part(float* p, int64_t n, F v) { isa::store_part<VecNeon>(p, n, v); }
 
     QUAFF_INLINE static F add(F x, F y) { return {vaddq_f32(x.a, y.a), vaddq_f32(x.b, y.b), vaddq_f32(x.c, y.c), vaddq_f32(x.d, y.d)}; }
     QUAFF_INLINE static F sub(F x, F y) { return {vsubq_f32(x.a, y.a), vsubq_f32(x.b, y.b), vsubq_f32(x.c, y.c), vsubq_f32(x.d, y.d)}; }
@@ -61,8 +61,8 @@ struct VecNeon {
         alignas(16) static constexpr int32_t lanes[kLanes] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
         return iload(lanes);
     }
-    QUAFF_INLINE static I iload(const int32_t *p) { return {vld1q_s32(p), vld1q_s32(p + 4), vld1q_s32(p + 8), vld1q_s32(p + 12)}; }
-    QUAFF_INLINE static void istore(int32_t *p, I v) {
+    QUAFF_INLINE static I iload(const int32_t* p) { return {vld1q_s32(p), vld1q_s32(p + 4), vld1q_s32(p + 8), vld1q_s32(p + 12)}; }
+    QUAFF_INLINE static void istore(int32_t* p, I v) {
         vst1q_s32(p, v.a);
         vst1q_s32(p + 4, v.b);
         vst1q_s32(p + 8, v.c);
@@ -99,30 +99,30 @@ struct VecNeon {
         return {vreinterpretq_f32_s32(x.a), vreinterpretq_f32_s32(x.b), vreinterpretq_f32_s32(x.c), vreinterpretq_f32_s32(x.d)};
     }
 
-    QUAFF_INLINE static F load_f16(const uint16_t *p) {
+    QUAFF_INLINE static F load_f16(const uint16_t* p) {
         const float16x8_t x = vreinterpretq_f16_u16(vld1q_u16(p)), y = vreinterpretq_f16_u16(vld1q_u16(p + 8));
         return {vcvt_f32_f16(vget_low_f16(x)), vcvt_high_f32_f16(x), vcvt_f32_f16(vget_low_f16(y)), vcvt_high_f32_f16(y)};
     }
-    QUAFF_INLINE static void store_f16(uint16_t *p, F v) {
+    QUAFF_INLINE static void store_f16(uint16_t* p, F v) {
         vst1q_u16(p, vreinterpretq_u16_f16(vcvt_high_f16_f32(vcvt_f16_f32(v.a), v.b)));
         vst1q_u16(p + 8, vreinterpretq_u16_f16(vcvt_high_f16_f32(vcvt_f16_f32(v.c), v.d)));
     }
-    QUAFF_INLINE static F load_bf16(const uint16_t *p) {
+    QUAFF_INLINE static F load_bf16(const uint16_t* p) {
         const uint16x8_t x = vld1q_u16(p), y = vld1q_u16(p + 8);
         return from_bits({mask(vshll_n_u16(vget_low_u16(x), 16)), mask(vshll_high_n_u16(x, 16)), mask(vshll_n_u16(vget_low_u16(y), 16)),
                           mask(vshll_high_n_u16(y, 16))});
     }
-    QUAFF_INLINE static I load_i8(const int8_t *p) {
+    QUAFF_INLINE static I load_i8(const int8_t* p) {
         const int8x16_t v = vld1q_s8(p);
         const int16x8_t x = vmovl_s8(vget_low_s8(v)), y = vmovl_high_s8(v);
         return {vmovl_s16(vget_low_s16(x)), vmovl_high_s16(x), vmovl_s16(vget_low_s16(y)), vmovl_high_s16(y)};
     }
-    QUAFF_INLINE static I load_u8(const uint8_t *p) {
+    QUAFF_INLINE static I load_u8(const uint8_t* p) {
         const uint8x16_t v = vld1q_u8(p);
         const uint16x8_t x = vmovl_u8(vget_low_u8(v)), y = vmovl_high_u8(v);
         return {mask(vmovl_u16(vget_low_u16(x))), mask(vmovl_high_u16(x)), mask(vmovl_u16(vget_low_u16(y))), mask(vmovl_high_u16(y))};
     }
-    QUAFF_INLINE static void store_i8(int8_t *p, I v) { // values in [-128, 127]
+    QUAFF_INLINE static void store_i8(int8_t* p, I v) { // values in [-128, 127]
         const int16x8_t x = vmovn_high_s32(vmovn_s32(v.a), v.b), y = vmovn_high_s32(vmovn_s32(v.c), v.d);
         vst1q_s8(p, vmovn_high_s16(vmovn_s16(x), y));
     }
@@ -142,19 +142,19 @@ struct VecNeon {
     QUAFF_INLINE static int32_t itop(I v) { return vmaxvq_s32(vmaxq_s32(vmaxq_s32(v.a, v.b), vmaxq_s32(v.c, v.d))); }
 
     // 32 floats as 16 pairs: first and second of each, and back.
-    QUAFF_INLINE static void unzip(const float *p, F &first, F &second) {
+    QUAFF_INLINE static void unzip(const float* p, F& first, F& second) {
         const float32x4x2_t a = vld2q_f32(p), b = vld2q_f32(p + 8), c = vld2q_f32(p + 16), d = vld2q_f32(p + 24);
         first = {a.val[0], b.val[0], c.val[0], d.val[0]};
         second = {a.val[1], b.val[1], c.val[1], d.val[1]};
     }
-    QUAFF_INLINE static void zip(float *p, F first, F second) {
+    QUAFF_INLINE static void zip(float* p, F first, F second) {
         vst2q_f32(p, (float32x4x2_t{{first.a, second.a}}));
         vst2q_f32(p + 8, (float32x4x2_t{{first.b, second.b}}));
         vst2q_f32(p + 16, (float32x4x2_t{{first.c, second.c}}));
         vst2q_f32(p + 24, (float32x4x2_t{{first.d, second.d}}));
     }
 
-  private:
+private:
     QUAFF_INLINE static int32x4_t mask(uint32x4_t m) { return vreinterpretq_s32_u32(m); }
     QUAFF_INLINE static uint32x4_t uint(int32x4_t m) { return vreinterpretq_u32_s32(m); }
     QUAFF_INLINE static float larger(float x, float y) { return x > y ? x : y; }

@@ -27,10 +27,10 @@ struct VecScalar {
         const F4 v = {x, x, x, x};
         return {v, v, v, v};
     }
-    QUAFF_INLINE static F load(const float *p) { return get<F>(p); }
-    QUAFF_INLINE static void store(float *p, F v) { __builtin_memcpy(p, &v, sizeof v); }
-    QUAFF_INLINE static F load_part(const float *p, int64_t n, float pad) { return isa::load_part<VecScalar>(p, n, pad); }
-    QUAFF_INLINE static void store_part(float *p, int64_t n, F v) { isa::store_part<VecScalar>(p, n, v); }
+    QUAFF_INLINE static F load(const float* p) { return get<F>(p); }
+    QUAFF_INLINE static void store(float* p, F v) { __builtin_memcpy(p, &v, sizeof v); }
+    QUAFF_INLINE static F load_part(const float* p, int64_t n, float pad) { return isa::load_part<VecScalar>(p, n, pad); }
+    QUAFF_INLINE static void store_part(float* p, int64_t n, F v) { isa::store_part<VecScalar>(p, n, v); }
 
     QUAFF_INLINE static F add(F x, F y) { return {x.a + y.a, x.b + y.b, x.c + y.c, x.d + y.d}; }
     QUAFF_INLINE static F sub(F x, F y) { return {x.a - y.a, x.b - y.b, x.c - y.c, x.d - y.d}; }
@@ -100,8 +100,8 @@ struct VecScalar {
         return {v, v, v, v};
     }
     QUAFF_INLINE static I iota() { return {I4{0, 1, 2, 3}, I4{4, 5, 6, 7}, I4{8, 9, 10, 11}, I4{12, 13, 14, 15}}; }
-    QUAFF_INLINE static I iload(const int32_t *p) { return get<I>(p); }
-    QUAFF_INLINE static void istore(int32_t *p, I v) { __builtin_memcpy(p, &v, sizeof v); }
+    QUAFF_INLINE static I iload(const int32_t* p) { return get<I>(p); }
+    QUAFF_INLINE static void istore(int32_t* p, I v) { __builtin_memcpy(p, &v, sizeof v); }
     QUAFF_INLINE static I iadd(I x, I y) { return {x.a + y.a, x.b + y.b, x.c + y.c, x.d + y.d}; }
     QUAFF_INLINE static I isub(I x, I y) { return {x.a - y.a, x.b - y.b, x.c - y.c, x.d - y.d}; }
     QUAFF_INLINE static I imul(I x, I y) { return {x.a * y.a, x.b * y.b, x.c * y.c, x.d * y.d}; }
@@ -130,14 +130,14 @@ struct VecScalar {
 
     // f16 bits moved to the f32 fields are the value times 2^-112, denormals too; the product is exact. Infinity and NaN get their exponent
     // back.
-    QUAFF_INLINE static F load_f16(const uint16_t *p) {
+    QUAFF_INLINE static F load_f16(const uint16_t* p) {
         const I h = wide(p), magnitude = shl<13>(iand(h, iset(0x7fff)));
         const F v = mul(from_bits(magnitude), set(0x1p112f));
         const I special = iand(igt(magnitude, iset(0x0f7fffff)), iset(0x7f800000));
         return from_bits(ior(ior(bits(v), special), shl<16>(iand(h, iset(0x8000)))));
     }
     // Normal results: add half an f16 step less one, plus the last kept bit, and cut. Denormal ones: adding 0.5 rounds to steps of 2^-24.
-    QUAFF_INLINE static void store_f16(uint16_t *p, F x) {
+    QUAFF_INLINE static void store_f16(uint16_t* p, F x) {
         const I size = iand(bits(x), iset(0x7fffffff)), sign = iand(shru<16>(bits(x)), iset(0x8000));
         const I odd = iand(shru<13>(size), iset(1));
         const I normal = shru<13>(iadd(iadd(size, iset(0xfff - (112 << 23))), odd));
@@ -151,10 +151,10 @@ struct VecScalar {
             p[i] = static_cast<uint16_t>(lanes[i]);
         }
     }
-    QUAFF_INLINE static F load_bf16(const uint16_t *p) { return from_bits(shl<16>(wide(p))); }
-    QUAFF_INLINE static I load_i8(const int8_t *p) { return wide(p); }
-    QUAFF_INLINE static I load_u8(const uint8_t *p) { return wide(p); }
-    QUAFF_INLINE static void store_i8(int8_t *p, I v) {
+    QUAFF_INLINE static F load_bf16(const uint16_t* p) { return from_bits(shl<16>(wide(p))); }
+    QUAFF_INLINE static I load_i8(const int8_t* p) { return wide(p); }
+    QUAFF_INLINE static I load_u8(const uint8_t* p) { return wide(p); }
+    QUAFF_INLINE static void store_i8(int8_t* p, I v) {
         int32_t lanes[kLanes];
         istore(lanes, v);
         for (int i = 0; i < kLanes; ++i) {
@@ -185,23 +185,23 @@ struct VecScalar {
     }
 
     // 32 floats as 16 pairs: first and second of each, and back.
-    QUAFF_INLINE static void unzip(const float *p, F &first, F &second) {
+    QUAFF_INLINE static void unzip(const float* p, F& first, F& second) {
         const F x = load(p), y = load(p + 16);
         first = {even(x.a, x.b), even(x.c, x.d), even(y.a, y.b), even(y.c, y.d)};
         second = {odd(x.a, x.b), odd(x.c, x.d), odd(y.a, y.b), odd(y.c, y.d)};
     }
-    QUAFF_INLINE static void zip(float *p, F first, F second) {
+    QUAFF_INLINE static void zip(float* p, F first, F second) {
         store(p, {low(first.a, second.a), high(first.a, second.a), low(first.b, second.b), high(first.b, second.b)});
         store(p + 16, {low(first.c, second.c), high(first.c, second.c), low(first.d, second.d), high(first.d, second.d)});
     }
 
-  private:
-    template <class T> QUAFF_INLINE static T get(const void *p) {
+private:
+    template <class T> QUAFF_INLINE static T get(const void* p) {
         T v;
         __builtin_memcpy(&v, p, sizeof v);
         return v;
     }
-    template <class T> QUAFF_INLINE static I wide(const T *p) {
+    template <class T> QUAFF_INLINE static I wide(const T* p) {
         int32_t lanes[kLanes];
         for (int i = 0; i < kLanes; ++i) {
             lanes[i] = p[i];
@@ -226,7 +226,7 @@ struct VecScalar {
                   __builtin_fmaf(x[3], y[3], z[3])};
     }
 #else
-    [[gnu::noinline, gnu::cold]] static void slow(const F &x, const F &y, const F &z, F &r) {
+    [[gnu::noinline, gnu::cold]] static void slow(const F& x, const F& y, const F& z, F& r) {
         float a[kLanes], b[kLanes], c[kLanes];
         store(a, x);
         store(b, y);
@@ -238,7 +238,7 @@ struct VecScalar {
     }
 #endif
 #if defined(__SSE2__) && !defined(__FMA__)
-    QUAFF_INLINE static F4 quick(F4 x, F4 y, F4 z, __m128i &doubt) {
+    QUAFF_INLINE static F4 quick(F4 x, F4 y, F4 z, __m128i& doubt) {
         const __m128d low = _mm_add_pd(_mm_mul_pd(_mm_cvtps_pd(x), _mm_cvtps_pd(y)), _mm_cvtps_pd(z));
         const __m128d high =
             _mm_add_pd(_mm_mul_pd(_mm_cvtps_pd(_mm_movehl_ps(x, x)), _mm_cvtps_pd(_mm_movehl_ps(y, y))), _mm_cvtps_pd(_mm_movehl_ps(z, z)));

@@ -7,10 +7,13 @@ namespace quaff {
 size_t linear_scratch_bytes(const Weight& w) {
     if (w.codes > Codes::kByte)
         return 64;
-    const int64_t tokens = 2 * linear::align64(linear::kMaxTokens * w.groups * 4), unpacked = linear::kMaxPanels * w.cols * kLanes;
+    const int64_t unpacked = linear::kMaxPanels * w.cols * kLanes;
     const int64_t dequantised = linear::kMaxFloatPanels * w.cols * kLanes * 4;
-    const int64_t integer = tokens + (w.codes == Codes::kNibble ? unpacked : 0);
+    const int64_t integer = linear::cell_bytes(w) + (w.codes == Codes::kNibble ? unpacked : 0);
     return size_t(integer > dequantised ? integer : dequantised);
 }
+
+// Scaled q and the running o of a tile, and one page of its scores.
+size_t attend_scratch_floats(int32_t dim, int tile) { return static_cast<size_t>(tile) * static_cast<size_t>(2 * dim + kPage); }
 
 } // namespace quaff

@@ -1,0 +1,43 @@
+// The kernel table of one instruction set: every kernel over its Vec and its Dot.
+#pragma once
+#include "../kernels/activation.h"
+#include "../kernels/attention.h"
+#include "../kernels/linear.h"
+#include "../kernels/norm.h"
+#include "../kernels/quantize.h"
+#include "../kernels/rope.h"
+#include "../kernels/spin.h"
+#include "../kernels/table.h"
+#include "../kernels/vocab.h"
+
+namespace quaff::isa {
+
+template <class D> static constexpr KernelTable make_table(const char* isa) {
+    using V = typename D::V;
+    return {
+        .isa = isa,
+        .rms_norm = kernels::rms_norm<V>,
+        .quantize_row = kernels::quantize_row<V>,
+        .rope = kernels::rope<V>,
+        .swiglu = kernels::swiglu<V>,
+        .geglu_tanh = kernels::geglu_tanh<V>,
+        .add = kernels::add_row<V>,
+        .scale = kernels::scale_row<V>,
+        .kv_write = kernels::kv_write<V>,
+        .attend = kernels::attend<V>,
+        .attend_tile = V::kAttendRows,
+        .linear_int = linear::linear_int<D>,
+        .linear_float = linear::linear_float<D>,
+        .panels_per_unit = D::panels(D::kTokens),
+        .row_max = kernels::row_max<V>,
+        .probabilities = kernels::probabilities<V>,
+        .sum16 = kernels::sum16<V>,
+        .exp_row = kernels::exp_row<V>,
+        .sigmoid_row = kernels::sigmoid_row<V>,
+        .tanh_row = kernels::tanh_row<V>,
+        .spin_int8 = kernels::spin_int8<D>,
+        .spin_fma = kernels::spin_fma<V>,
+    };
+}
+
+} // namespace quaff::isa

@@ -1,0 +1,251 @@
+// NUMERICS 16: exact attention of a tile of query vectors over pages of 64 positions. A page is reduced alone and pages merge in ascending order,
+// so a row's result depends neither on the rows beside it nor on how rows were cut into tiles.
+#pragma once
+#include "functions.h"
+#include "table.h"
+
+namespace quaff::kernels {
+
+template <int n> struct Count { static constexpr int value = n; };
+
+// Calls f(Count<J>, block) over blocks [from, to), J at a time, then J/2 and so on: full register tiles first.
+template <int J, class Fn> QUAFF_INLINE void walk_blocks(int from, int to, Fn f) {
+    for (; from + J <= to; from += J)
+        f(Count<J>{}, from);
+    if constexpr (J > 1)
+        walk_blocks<J / 2>(from, to, f);
+}
+
+// What one row sees of a page: positions [from, to) of it.
+struct Visible {
+    int from, to;
+};
+
+QUAFF_INLINE Visible visible_part(int32_t position, int32_t window, int32_t page) {
+    const int64_t base = int64_t{page} * kPage, first = window ? int64_t{position} - window + 1 - base : 0,
+                  past = int64_t{position} + 1 - base;
+    return {static_cast<int>(first < 0 ? 0 : first > kPage ? kPage : first), static_cast<int>(past < 0 ? 0 : past > kPage ? kPage : past)};
+}
+
+// The state of T rows, one a lane; q and scores are laid out so that inner loops read consecutive memory.
+template <class V, int T> struct AttendTile {
+    using F = typename V::F;
+    static_assert(T <= kLanes);
+    alignas(64) float m[kLanes] = {}, l[kLanes] = {}; // running maximum and sum
+    alignas(64) float page_m[kLanes] = {}, page_l[kLanes] = {}, a[kLanes] = {}, b[kLanes] = {};
+    Visible visible[T];
+    bool started[T] = {};
+    float *q, *scores, *o; // [dim][T], [T][64], [T][dim]
+    int dim;
+    float cap;
+
+    // Scores of J blocks of 16 positions: one fma chain over d for each, the soft cap before the mask.
+    template <int J> QUAFF_INLINE void score(const uint16_t* k, int block) {
+        F s[T][J];
+#pragma GCC unroll 8
+        for (int t = 0; t < T; ++t)
+#pragma GCC unroll 4
+            for (int j = 0; j < J; ++j)
+                s[t][j] = V::zero();
+        const uint16_t* at = k + block * kLanes;
+        const float* qd = q;
+        for (int d = 0; d < dim; ++d, at += kPage, qd += T) {
+            F kd[J];
+#pragma GCC unroll 4
+            for (int j = 0; j < J; ++j)
+                kd[j] = V::load_f16(at + j * kLanes);
+#pragma GCC unroll 8
+            for (int t = 0; t < T; ++t) {
+                const F x = V::set(qd[t]);
+#pragma GCC unroll 4
+                for (int j = 0; j < J; ++j)
+                    s[t][j] = V::fma(kd[j], x, s[t][j]);
+            }
+        }
+#pragma GCC unroll 8
+        for (int t = 0; t < T; ++t)
+#pragma GCC unroll 4
+            for (int j = 0; j < J; ++j)
+                V::store(scores + t * kPage + (block + j) * kLanes, s[t][j]);
+        if (cap != 0.0f)
+            for (int t = 0; t < T; ++t)
+                for (int j = 0; j < J; ++j) {
+                    float* p = scores + t * kPage + (block + j) * kLanes;
+                    V::store(p, V::mul(V::set(cap), tanh<V>(V::mul(V::load(p), V::set(1.0f / cap)))));
+                }
+    }
+
+    // Scores -> page_m, probabilities in place, page_l; every position of the page is visible to every row.
+    QUAFF_INLINE void normalise_full() {
+        for (int t = 0; t < T; ++t) {
+            const float* s = scores + t * kPage;
+            F top = V::set(-__builtin_inff());
+            for (int i = 0; i < kPage; i += kLanes)
+                top = V::max(top, V::load(s + i));
+            page_m[t] = V::top(top);
+        }
+        for (int t = 0; t < T; ++t) {
+            float* s = scores + t * kPage;
+            const F top = V::set(page_m[t]);
+            F sum = V::zero();
+#pragma GCC unroll 4
+            for (int i = 0; i < kPage; i += kLanes) {
+                const F p = probability<V>(V::sub(V::load(s + i), top));
+                V::store(s + i, p);
+                sum = V::add(sum, p);
+            }
+            page_l[t] = V::sum(sum);
+        }
+    }
+
+    // The same where positions are hidden: they count as -inf for the maximum and their p is +0. Blocks outside [from, to) are hidden for all rows.
+    QUAFF_INLINE void normalise_masked(int from, int to) {
+        for (int t = 0; t < T; ++t) {
+            float* s = scores + t * kPage;
+            const auto first = V::iset(visible[t].from - 1), past = V::iset(visible[t].to);
+            F top = V::set(-__builtin_inff()), sum = V::zero();
+            for (int block = from; block < to; ++block) {
+                const auto at = V::iadd(V::iota(), V::iset(block * kLanes));
+                const auto seen = V::both(V::igt(at, first), V::igt(past, at));
+                const F x = V::select(seen, V::load(s + block * kLanes), V::set(-__builtin_inff()));
+                V::store(s + block * kLanes, x);
+                top = V::max(top, x);
+            }
+            page_m[t] = visible[t].from < visible[t].to ? V::top(top) : 0.0f;
+            const F m_page = V::set(page_m[t]);
+            for (int block = from; block < to; ++block) {
+                const F p = probability<V>(V::sub(V::load(s + block * kLanes), m_page));
+                V::store(s + block * kLanes, p);
+                sum = V::add(sum, p);
+            }
+            page_l[t] = V::sum(sum);
+        }
+    }
+
+    // (m, l) of all rows at once; a and b are what the running and the page's values are multiplied by.
+    QUAFF_INLINE void merge() {
+        const F old_m = V::load(m), new_m = V::load(page_m), old_l = V::load(l), top = V::max(old_m, new_m);
+        const F fa = probability<V>(V::sub(old_m, top)), fb = probability<V>(V::sub(new_m, top));
+        alignas(64) float merged_m[kLanes], merged_l[kLanes];
+        V::store(a, fa);
+        V::store(b, fb);
+        V::store(merged_m, top);
+        V::store(merged_l, V::fma(old_l, fa, V::mul(V::load(page_l), fb)));
+        for (int t = 0; t < T; ++t) {
+            if (visible[t].from >= visible[t].to)
+                continue;
+            m[t] = started[t] ? merged_m[t] : page_m[t];
+            l[t] = started[t] ? merged_l[t] : page_l[t];
+        }
+    }
+
+    // o of J blocks of 16 dimensions over positions [from, to): what lies outside is hidden for every row. Adding +0 at the end makes a sum that
+    // is zero positive, so that hidden positions (p = +0 times any finite V) never show in a sign, whether they were walked or not.
+    template <int J> QUAFF_INLINE void weigh(const uint16_t* v, int block, int from, int to) {
+        F sum[T][J];
+#pragma GCC unroll 8
+        for (int t = 0; t < T; ++t)
+#pragma GCC unroll 4
+            for (int j = 0; j < J; ++j)
+                sum[t][j] = V::zero();
+        const uint16_t* at = v + int64_t{from} * dim + block * kLanes;
+        for (int i = from; i < to; ++i, at += dim) {
+            F vi[J];
+#pragma GCC unroll 4
+            for (int j = 0; j < J; ++j)
+                vi[j] = V::load_f16(at + j * kLanes);
+#pragma GCC unroll 8
+            for (int t = 0; t < T; ++t) {
+                const F p = V::set(scores[t * kPage + i]);
+#pragma GCC unroll 4
+                for (int j = 0; j < J; ++j)
+                    sum[t][j] = V::fma(vi[j], p, sum[t][j]);
+            }
+        }
+#pragma GCC unroll 8
+        for (int t = 0; t < T; ++t) {
+            if (visible[t].from >= visible[t].to)
+                continue;
+#pragma GCC unroll 4
+            for (int j = 0; j < J; ++j) {
+                float* x = o + t * dim + (block + j) * kLanes;
+                const F page_o = V::add(sum[t][j], V::zero());
+                V::store(x, started[t] ? V::fma(V::load(x), V::set(a[t]), V::mul(page_o, V::set(b[t]))) : page_o);
+            }
+        }
+    }
+
+    QUAFF_INLINE void page(const uint16_t* k) {
+        int from = kPage, to = 0;
+        bool full = true;
+        for (int t = 0; t < T; ++t) {
+            if (visible[t].from < visible[t].to) {
+                from = visible[t].from < from ? visible[t].from : from;
+                to = visible[t].to > to ? visible[t].to : to;
+            }
+            full = full && visible[t].from == 0 && visible[t].to == kPage;
+        }
+        if (from >= to)
+            return;
+        const int first_block = from / kLanes, past_block = (to + kLanes - 1) / kLanes;
+        walk_blocks<V::kAttendBlocks>(first_block, past_block, [&](auto n, int block) { score<decltype(n)::value>(k, block); });
+        if (full)
+            normalise_full();
+        else
+            normalise_masked(first_block, past_block);
+        merge();
+        const uint16_t* v = k + int64_t{kPage} * dim;
+        walk_blocks<V::kAttendBlocks>(0, dim / kLanes, [&](auto n, int block) { weigh<decltype(n)::value>(v, block, from, to); });
+        for (int t = 0; t < T; ++t)
+            started[t] = started[t] || visible[t].from < visible[t].to;
+    }
+};
+
+template <class V, int T> [[gnu::noinline]] static void attend_rows(const AttendArgs& args) {
+    AttendTile<V, T> tile;
+    tile.dim = args.dim;
+    tile.cap = args.cap;
+    tile.scores = args.scratch;
+    tile.o = tile.scores + T * kPage;
+    tile.q = tile.o + T * args.dim;
+    int32_t first_page = INT32_MAX, last_page = 0;
+    for (int t = 0; t < T; ++t) {
+        for (int d = 0; d < args.dim; ++d)
+            tile.q[d * T + t] = args.q[t][d] * args.scale;
+        const int32_t i = args.position[t], first = args.window && i >= args.window ? (i - args.window + 1) / kPage : 0;
+        first_page = first < first_page ? first : first_page;
+        last_page = i / kPage > last_page ? i / kPage : last_page;
+    }
+    for (int32_t p = first_page; p <= last_page; ++p) {
+        for (int t = 0; t < T; ++t)
+            tile.visible[t] = visible_part(args.position[t], args.window, p);
+        tile.page(args.pages[p] + args.head_offset);
+    }
+    for (int t = 0; t < T; ++t) {
+        const auto inverse = V::set(1.0f / tile.l[t]);
+        for (int d = 0; d < args.dim; d += kLanes)
+            V::store(args.out[t] + d, V::mul(V::load(tile.o + t * args.dim + d), inverse));
+    }
+}
+
+template <class V, int T = V::kAttendRows> static void attend(const AttendArgs* args) {
+    if (args->count == T)
+        return attend_rows<V, T>(*args);
+    if constexpr (T > 1)
+        attend<V, T - 1>(args);
+}
+
+// K is stored transposed, so that a score's chain over d runs with positions in the lanes. The clamp's operand order turns NaN into -65504: pages
+// hold finite values only, and a poisoned row cannot reach others through p = +0.
+template <class V> static void kv_write(const float* k, const float* v, uint16_t* kpage, uint16_t* vpage, int64_t dim, int64_t slot) {
+    const auto low = V::set(-kF16Max), high = V::set(kF16Max);
+    for (int64_t d = 0; d < dim; d += kLanes) {
+        uint16_t column[kLanes];
+        V::store_f16(column, V::min(V::max(V::load(k + d), low), high));
+        for (int j = 0; j < kLanes; ++j)
+            kpage[(d + j) * kPage + slot] = column[j];
+        V::store_f16(vpage + slot * dim + d, V::min(V::max(V::load(v + d), low), high));
+    }
+}
+
+} // namespace quaff::kernels
