@@ -1,5 +1,8 @@
 """Errors that are the user's to act on: each is one line that says what is wrong, where, and what to do."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 
 def one_line(text: str) -> str:
     """`text` with line breaks, control characters and lone surrogates escaped, so that a file's own bytes cannot break a message."""
@@ -18,6 +21,18 @@ class QuaffError(Exception):
 
     def __init__(self, message: str) -> None:
         super().__init__(one_line(message))
+
+
+@contextmanager
+def located(where: object) -> Iterator[None]:
+    """Puts `where` (a file, most often) in front of the message of a QuaffError raised inside, unless it is there already."""
+    try:
+        yield
+    except QuaffError as error:
+        prefix = one_line(f"{where}: ")
+        if str(error).startswith(prefix):
+            raise
+        raise type(error)(f"{prefix}{error}") from None
 
 
 class CheckpointError(QuaffError):

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
-from tests.hostile.damage import DAMAGES, Damage, Model
+from tests.hostile.damage import DAMAGES, STRING, Damage, Model, u64
 from tests.tiny import CASES
 
 from quaff.checkpoint import open_checkpoint
@@ -60,6 +60,17 @@ def test_every_cut_of_the_header(tmp_path: Path, good: bytes) -> None:
         path.write_bytes(good[:length])
         with pytest.raises(QuaffError):
             open_checkpoint(path)
+
+
+def test_a_header_without_end_is_refused_before_it_is_read(tmp_path: Path, good: bytes) -> None:
+    """A sparse file that truly has the bytes it claims: 600 MB of text in one metadata entry."""
+    model = Model.parse(good)
+    model.put("general.name", STRING, u64(600_000_000))
+    path = tmp_path / "sparse.gguf"
+    path.write_bytes(model.pack())
+    os.truncate(path, 700_000_000)
+    with pytest.raises(QuaffError, match="makes the header longer than 536870912 bytes"):
+        open_checkpoint(path)
 
 
 @pytest.fixture(scope="module")

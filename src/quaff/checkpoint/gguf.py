@@ -17,7 +17,7 @@ import numpy as np
 from quaff.checkpoint.sniff import describe
 from quaff.checkpoint.types import GGML_TYPES, OTHER_TYPES, SUPPORTED_TYPES
 from quaff.checkpoint.views import Checkpoint, TensorView
-from quaff.errors import CheckpointError, QuaffError, UnsupportedError, quote
+from quaff.errors import CheckpointError, UnsupportedError, located, quote
 
 _HEADER_LIMIT = 1 << 29  # bytes before the tensor data; the largest vocabularies in use need about 2^25
 _NAME_LIMIT = 65535  # bytes in a key (the specification's limit) or tensor name
@@ -337,9 +337,8 @@ def read_gguf(path: Path) -> Checkpoint:
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{path}: cannot be opened: {_reason(error)}") from None
     try:
-        return _read(fd, path)
-    except QuaffError as error:
-        raise type(error)(f"{path}: {error}") from None
+        with located(path):
+            return _read(fd, path)
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{path}: cannot be read: {_reason(error)}") from None
     finally:
