@@ -10,8 +10,6 @@ namespace quaff::linear {
 inline constexpr int64_t kMaxTokens = 8, kMaxPanels = 4, kMaxFloatPanels = 2; // no tile is larger
 static_assert(kQuantGroup == 32 && kLanes == 16);
 
-inline int64_t align64(int64_t n) { return (n + 63) / 64 * 64; }
-
 // What tiles read: where codes lie and in which form.
 enum class Source {
     kWide,   // code + 128, 512 bytes per group
@@ -28,14 +26,20 @@ struct Panels {
     const int8_t* codebook;
 };
 
-// The activations of one tile. start[t][g] = -offset * sum(q), sum[t][g] = a_scale * float(sum(q)) over weight groups.
+// What a tile needs to know of one token's activations, 16 weight groups at a time: all of it lies at constant distances from one pointer.
+struct Cell {
+    int32_t start[16]; // -offset * sum(q) of the weight group
+    float scale[16];   // of the enclosing 32
+    float sum[16];     // scale * float(sum(q))
+};
+static_assert(sizeof(Cell) == 192);
+
+QUAFF_INLINE int64_t cell_bytes(const Weight& w) { return (w.groups / 16 + 1) * kMaxTokens * int64_t(sizeof(Cell)); }
+
 struct Tokens {
     const int8_t* q;
     int64_t q_stride;
-    const float* scale;
-    int64_t s_stride;
-    int32_t* start;
-    float* sum;
+    Cell* cells; // [ceil(groups / 16)][token]
     int64_t groups;
 };
 
@@ -67,7 +71,8 @@ QUAFF_INLINE void int_tile(const LinearArgs& a, const Panels& p, const Tokens& x
     constexpr bool compact = source == Source::kNibble || source == Source::kBook;
     static_assert(G == 32 || !compact);
     constexpr int64_t bytes = compact ? 256 : 512, steps = G / 4;
-    const int64_t groups = x.groups, blocks = groups * G / 32;
+    const int64_t groups = x.groups;
+    const Cell* cells = x.cells;
     typename D::Table table{};
     if constexpr (source == Source::kBook)
         table = D::table(p.codebook);
@@ -78,54 +83,58 @@ QUAFF_INLINE void int_tile(const LinearArgs& a, const Panels& p, const Tokens& x
 #pragma GCC unroll 8
         for (int t = 0; t < T; t++)
             acc[r][t] = V::zero();
-    for (int64_t b = 0; b < blocks; b++) {
+    for (int64_t g0 = 0; g0 < groups; g0 += 16, cells += T) {
+        const int64_t count = groups - g0 < 16 ? groups - g0 : 16;
+        for (int64_t i0 = 0; i0 < count; i0 += 32 / G) {
+            const int64_t b = (g0 + i0) * G / 32;
 #pragma GCC unroll 2
-        for (int half = 0; half < 32 / G; half++) {
-            const int64_t g = b * (32 / G) + half;
-            typename D::template Part<wide> part[R][T];
-#pragma GCC unroll 8
-            for (int t = 0; t < T; t++) {
-                const auto begin = D::template begin<wide>(x.start[t * groups + g]);
-#pragma GCC unroll 4
-                for (int r = 0; r < R; r++)
-                    part[r][t] = begin;
-            }
-#pragma GCC unroll 8
-            for (int i = 0; i < steps; i++) {
-                // Compact bytes hold k4 and k4 + 4: both are used while the bytes are in a register.
-                const int k4 = compact ? i / 2 + i % 2 * 4 : half * 4 + i;
-                typename D::template Operand<wide> w[R];
-#pragma GCC unroll 4
-                for (int r = 0; r < R; r++) {
-                    typename D::Bytes codes = D::load(p.codes + r * p.code_stride + b * bytes + (compact ? i / 2 : k4) * 64);
-                    if constexpr (compact)
-                        codes = i % 2 ? D::high(codes) : D::low(codes);
-                    if constexpr (source == Source::kBook)
-                        codes = D::lookup(table, codes);
-                    w[r] = D::template operand<wide>(codes);
-                }
+            for (int half = 0; half < 32 / G; half++) {
+                const int64_t i = i0 + half, g = g0 + i;
+                typename D::template Part<wide> part[R][T];
 #pragma GCC unroll 8
                 for (int t = 0; t < T; t++) {
-                    const int8_t* q = x.q + t * x.q_stride + b * 32 + k4 * 4;
+                    const auto begin = D::template begin<wide>(cells[t].start[i]);
 #pragma GCC unroll 4
                     for (int r = 0; r < R; r++)
-                        D::template dot<wide>(part[r][t], w[r], q);
+                        part[r][t] = begin;
                 }
-            }
+#pragma GCC unroll 8
+                for (int step = 0; step < steps; step++) {
+                    // Compact bytes hold k4 and k4 + 4: both are used while the bytes are in a register.
+                    const int64_t k4 = compact ? step / 2 + step % 2 * 4 : half * 4 + step;
+                    typename D::template Operand<wide> w[R];
 #pragma GCC unroll 4
-            for (int r = 0; r < R; r++) {
-                const int64_t at = (r * groups + g) * kLanes;
-                const typename V::F scale = load_scale<V>(p.scale, at, p.half);
+                    for (int r = 0; r < R; r++) {
+                        typename D::Bytes codes = D::load(p.codes + r * p.code_stride + b * bytes + (compact ? step / 2 : k4) * 64);
+                        if constexpr (compact)
+                            codes = step % 2 ? D::high(codes) : D::low(codes);
+                        if constexpr (source == Source::kBook)
+                            codes = D::lookup(table, codes);
+                        w[r] = D::template operand<wide>(codes);
+                    }
 #pragma GCC unroll 8
-                for (int t = 0; t < T; t++) {
-                    const auto dot = V::to_float(D::template finish<wide>(part[r][t], x.start[t * groups + g]));
-                    acc[r][t] = V::fma(dot, V::mul(scale, V::set(x.scale[t * x.s_stride + b])), acc[r][t]);
+                    for (int t = 0; t < T; t++) {
+                        const int8_t* q = x.q + t * x.q_stride + b * 32 + k4 * 4;
+#pragma GCC unroll 4
+                        for (int r = 0; r < R; r++)
+                            D::template dot<wide>(part[r][t], w[r], q);
+                    }
                 }
-                if (p.min) {
-                    const typename V::F min = load_scale<V>(p.min, at, p.half);
+#pragma GCC unroll 4
+                for (int r = 0; r < R; r++) {
+                    const int64_t at = (r * groups + g) * kLanes;
+                    const typename V::F scale = load_scale<V>(p.scale, at, p.half);
 #pragma GCC unroll 8
-                    for (int t = 0; t < T; t++)
-                        acc[r][t] = V::fma(min, V::set(x.sum[t * groups + g]), acc[r][t]);
+                    for (int t = 0; t < T; t++) {
+                        const auto dot = V::to_float(D::template finish<wide>(part[r][t], cells[t].start[i]));
+                        acc[r][t] = V::fma(dot, V::mul(scale, V::set(cells[t].scale[i])), acc[r][t]);
+                    }
+                    if (p.min) {
+                        const typename V::F min = load_scale<V>(p.min, at, p.half);
+#pragma GCC unroll 8
+                        for (int t = 0; t < T; t++)
+                            acc[r][t] = V::fma(min, V::set(cells[t].sum[i]), acc[r][t]);
+                    }
                 }
             }
         }
@@ -162,22 +171,28 @@ static void int_tokens(const LinearArgs& a, const Panels& p, const Tokens& x, in
         int_tokens<D, source, G, T - 1>(a, p, x, panel, count, token, tokens);
 }
 
-// start and sum of `tokens` rows from `token` on.
-static inline void prepare_tokens(const LinearArgs& a, const Weight& w, int32_t offset, int64_t token, int64_t tokens, Tokens& x) {
+template <int G> QUAFF_INLINE void fill_cell(Cell& cell, const int32_t* sums, const float* scales, int32_t offset, int64_t count) {
+    for (int64_t i = 0; i < count; i++)
+        cell.start[i] = -offset * sums[i];
+    for (int64_t i = 0; i < count; i++)
+        cell.scale[i] = scales[i / (32 / G)];
+    for (int64_t i = 0; i < count; i++)
+        cell.sum[i] = cell.scale[i] * float(sums[i]);
+}
+
+// Cells of `tokens` rows from `token` on. Full cells have a loop count that the compiler knows.
+template <int G> static void prepare_tokens(const LinearArgs& a, int32_t offset, int64_t token, int64_t tokens, Tokens& x) {
     const QuantRows& rows = *a.x;
-    const int64_t stride = rows.s_stride * (32 / w.group), per_scale = 32 / w.group;
-    const int32_t* sums = w.group == 32 ? rows.sum32 : rows.sum16;
     for (int64_t t = 0; t < tokens; t++) {
-        const int32_t* from = sums + (token + t) * stride;
-        const float* scale = rows.scale + (token + t) * rows.s_stride;
-        for (int64_t g = 0; g < w.groups; g++)
-            x.start[t * w.groups + g] = -offset * from[g];
-        if (w.has_min)
-            for (int64_t g = 0; g < w.groups; g++)
-                x.sum[t * w.groups + g] = scale[g / per_scale] * float(from[g]);
+        const int32_t* sums = (G == 32 ? rows.sum32 : rows.sum16) + (token + t) * rows.s_stride * (32 / G);
+        const float* scales = rows.scale + (token + t) * rows.s_stride;
+        Cell* cell = x.cells + t;
+        int64_t left = x.groups;
+        for (; left >= 16; left -= 16, cell += tokens, sums += 16, scales += G / 2)
+            fill_cell<G>(*cell, sums, scales, offset, 16);
+        fill_cell<G>(*cell, sums, scales, offset, left);
     }
     x.q = rows.q + token * rows.q_stride, x.q_stride = rows.q_stride;
-    x.scale = rows.scale + token * rows.s_stride, x.s_stride = rows.s_stride;
 }
 
 // One panel's nibbles as bytes; through a codebook they become wide codes.
@@ -196,10 +211,9 @@ template <class D> static void unpack_nibbles(const Weight& w, const uint8_t* fr
 template <class D> static void linear_int(const LinearArgs* args, int64_t panel0, int64_t panel1, uint8_t* scratch) {
     const LinearArgs& a = *args;
     const Weight& w = *a.w;
-    const int64_t cells = align64(kMaxTokens * w.groups * 4);
     Tokens x{};
-    x.start = reinterpret_cast<int32_t*>(scratch), x.sum = reinterpret_cast<float*>(scratch + cells), x.groups = w.groups;
-    uint8_t* bytes = scratch + 2 * cells;
+    x.cells = reinterpret_cast<Cell*>(scratch), x.groups = w.groups;
+    uint8_t* bytes = scratch + cell_bytes(w);
 
     // One tile of tokens reads the compact form; more tokens share panels that are unpacked once.
     const bool unpack = w.codes == Codes::kNibble && a.rows > D::kTokens, wide = w.codes == Codes::kByte || w.codebook;
@@ -225,7 +239,7 @@ template <class D> static void linear_int(const LinearArgs* args, int64_t panel0
         for (int64_t token = 0; token < a.rows; token += D::kTokens) {
             const int64_t tokens = a.rows - token < D::kTokens ? a.rows - token : D::kTokens;
             if (a.rows > D::kTokens || panel == panel0)
-                prepare_tokens(a, w, offset, token, tokens, x);
+                w.group == 32 ? prepare_tokens<32>(a, offset, token, tokens, x) : prepare_tokens<16>(a, offset, token, tokens, x);
             tile(a, p, x, panel, count, token, tokens);
         }
     }

@@ -1,6 +1,6 @@
 // Compares linear_int and linear_float of every instruction set, by bytes, with double loops written from NUMERICS 13 and 14.
 //   linear_check            exit status 0 when all agree
-//   linear_check --speed    multiply-accumulates per second of the widest set, and their share of spin_int8
+//   linear_check --speed [type]  multiply-accumulates per second of the widest set, and their share of spin_int8
 #include "numerics.h"
 #include "pack/pack.h"
 #include "runtime/dispatch.h"
@@ -212,7 +212,7 @@ double seconds_of(auto&& work, int repeats) {
     return best;
 }
 
-void speed() {
+void speed(const std::string& only) {
     const KernelTable& table = kernels();
     int64_t spun = 0;
     const double peak = 1 / seconds_of([&] { spun = table.spin_int8(200000); }, 20) * double(spun);
@@ -222,6 +222,8 @@ void speed() {
     };
     for (const Form& form : kForms)
         for (auto [rows, cols, tokens] : {Shape{1536, 576, 512}, Shape{576, 1536, 512}, Shape{1536, 576, 1}, Shape{49152, 576, 1}}) {
+            if (!only.empty() && only != ggml_type_name(form.type))
+                continue;
             if (form.block == 256)
                 cols = cols == 576 ? 512 : cols;
             if (form.block == 1 && rows == 49152)
@@ -238,7 +240,7 @@ void speed() {
                     for (int64_t p = 0; p < panel_count(packed.w); p += table.panels_per_unit)
                         kernel(&args, p, std::min(p + table.panels_per_unit, panel_count(packed.w)), scratch.p);
                 },
-                tokens == 1 ? 20 : 5);
+                30);
             const double macs = double(rows) * double(cols) * double(tokens) / s;
             std::printf("%-7s %6d x %5d, %3d tokens: %7.1f GMAC/s, %3.0f %% of spin_int8, %5.1f GB/s of weights\n",
                         ggml_type_name(form.type), int(rows), int(cols), int(tokens), macs / 1e9, 100 * macs / peak,
@@ -250,6 +252,6 @@ void speed() {
 
 int main(int argc, char** argv) {
     if (argc > 1 && std::string(argv[1]) == "--speed")
-        return speed(), 0;
+        return speed(argc > 2 ? argv[2] : ""), 0;
     return check();
 }
