@@ -78,13 +78,21 @@ class Counters:
     def __add__(self, other: Counters) -> Counters:
         return Counters(**{f.name: getattr(self, f.name) + getattr(other, f.name) for f in fields(self)})
 
+    def __sub__(self, other: Counters) -> Counters:
+        return Counters(**{f.name: getattr(self, f.name) - getattr(other, f.name) for f in fields(self)})
+
+    @property
+    def work(self) -> int:
+        """Multiply-accumulates of layers, attention and head: what progress is measured in."""
+        return self.macs + self.attention_macs + self.head_macs
+
     def as_dict(self) -> dict[str, int]:
         return {f.name: getattr(self, f.name) for f in fields(self)}
 
 
 @dataclass(frozen=True, slots=True)
 class Logits:
-    """Result of one step. `values[i]` are the f32 logits of batch row `rows[i]`; both are empty when the step was cancelled before the head.
+    """Result of one step. `values[i]` are the f32 logits of batch row `rows[i]`; a cancelled step has those whose head was done.
 
     `finished[i]` counts the leading rows of segment i whose KV state is complete in every mixer; `poisoned[i]` says that a row of
     segment i became non-finite (NUMERICS 7): nothing of that segment may be published or cached.

@@ -134,6 +134,13 @@ class PageCache:
             table.reserved = n
             table.claimed = max(table.claimed, n)
 
+    def settle(self, sequence: int) -> None:
+        """Give back what is reserved beyond the pages held: the sequence is not expected to grow for now."""
+        s = self._sequences[sequence]
+        for k, table in enumerate(s.tables):
+            table.reserved = 0
+            self._unclaim(k, table)
+
     def peak_pages(self, kind: int, positions: int, step_rows: int) -> int:
         """Most pages of a kind that a sequence of `positions`, grown by at most `step_rows` at a time, holds at once."""
         window = self.kinds[kind].window

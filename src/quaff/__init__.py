@@ -1,0 +1,24 @@
+"""quaff: an LLM inference engine for CPUs that reads prompts fast, with the same bits on every path."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from quaff.engine.sampler import SamplingParams
+    from quaff.llm import LLM, load
+
+__all__ = ["LLM", "SamplingParams", "load"]
+
+
+def __getattr__(name: str) -> Any:
+    # Imported on first use: verbs that run no model start without the native module.
+    if name == "SamplingParams":
+        from quaff.engine.sampler import SamplingParams
+
+        return SamplingParams
+    if name in ("LLM", "load"):
+        from quaff import llm
+
+        return getattr(llm, name)
+    raise AttributeError(f"module 'quaff' has no attribute {name!r}")

@@ -1,0 +1,173 @@
+"""One step: Batch + order + weights + pages -> Logits, by a single native call."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from quaff import _native
+from quaff.batch import Batch, Counters, Logits
+from quaff.errors import MemoryBudgetError
+from quaff.graph.program import Graph
+from quaff.schedule import Cell, CompiledSchedule, Grid, Order, StageCost, compile_cells, compile_order, predict, stage_costs
+from quaff.weights.budget import Accountant
+from quaff.weights.resident import ResidentWeights
+
+# About 50 ms of one core: longer steps run beside a thread that reports progress and answers Ctrl-C, shorter ones need neither.
+LONG_STEP_MACS = 4_000_000_000
+POLL_SECONDS = 0.05
+
+
+def bind_model(graph: Graph, weights: ResidentWeights) -> _native.Model:
+    """Native programs of a graph with weights bound; stages with equal programs share one."""
+    model = _native.Model(graph.config.dim, graph.config.vocab)
+    for rope in graph.ropes:
+        model.add_rope(_native.RopeTable(rope.theta, rope.rotary_dim, rope.linear_factor))
+    programs: dict[object, _native.Program] = {}
+    for stage in graph.stages:
+        spec = stage.program
+        if spec not in programs:
+            ops = [(int(op.kind), op.inputs, op.outputs, op.weights, op.ints, op.floats) for op in spec.ops]
+            programs[spec] = _native.Program(spec.buffers, ops)
+        model.add_stage(programs[spec], [weights[name] for name in stage.weights])
+    return model
+
+
+class Runner:
+    """Runs batches of one model. Not for two threads at once; `control.cancel()` may come from any thread."""
+
+    def __init__(
+        self, graph: Graph, weights: ResidentWeights, pools: Sequence[_native.PagePool], threads: int, accountant: Accountant
+    ) -> None:
+        self.graph = graph
+        self.pools = list(pools)
+        self.control = _native.Control()
+        self.costs: tuple[StageCost, ...] = stage_costs(graph, weights.nbytes, graph.config.vocab)
+        self.loaded_bytes = weights.loaded_bytes
+        self._accountant = accountant
+        self._model = bind_model(graph, weights)
+        self._kinds = tuple(stage.kind for stage in graph.stages)
+        self._scratch_per_row = max(stage.program.scratch_bytes_per_row for stage in graph.stages)
+        self._macs_per_row = sum(stage.macs_per_row for stage in graph.stages)
+        self._scratch_bytes = 0
+        self.set_threads(threads)
+
+    def set_threads(self, threads: int) -> None:
+        self._runtime = _native.Runtime(threads)
+        self.threads = threads
+
+    def grid(self, batch: Batch) -> Grid:
+        return Grid.of(self._kinds, batch)
+
+    def work(self, start: int, rows: int, logits: int) -> int:
+        """Multiply-accumulates of `rows` new rows from position `start`, with logits for the last `logits` of them, in any order."""
+        grid = Grid(self._kinds, ((0, rows),), tuple(range(rows - logits, rows)))
+        return predict(self.costs, grid.spans, (start,), Order("chunk", rows).cells(grid)).work
+
+    def run(self, batch: Batch, order: Order | Iterable[Cell], on_work: Callable[[int], None] | None = None) -> Logits:
+        """Run a batch in an order, checked first (ScheduleError).
+
+        `on_work` gets the multiply-accumulates done in this step, several times a second while it runs. A cancelled step returns the
+        rows that are finished. Raises MemoryBudgetError before scratch memory is taken.
+        """
+        grid = self.grid(batch)
+        schedule = compile_order(grid, order) if isinstance(order, Order) else compile_cells(grid, order)
+        wanted = batch.logits_rows
+        logits_bytes = len(wanted) * self.graph.config.vocab * 4
+        self._take_scratch(grid, schedule)
+        self._accountant.take(logits_bytes, f"logits of {len(wanted)} rows")
+        try:
+            values = np.empty((len(wanted), self.graph.config.vocab), dtype=np.float32)
+            return self._finish(grid, schedule, wanted, values, self._step(batch, schedule, wanted, values, on_work))
+        except MemoryError:
+            raise MemoryBudgetError("the system has no memory left for this step; use a smaller chunk or a shorter prompt") from None
+        finally:
+            self._accountant.give(logits_bytes)
+
+    def _take_scratch(self, grid: Grid, schedule: CompiledSchedule) -> None:
+        # Residual of all rows and buffers of the largest cell; the native arena keeps its high-water mark, and so does the account.
+        per_range = np.diff(schedule.ranges, axis=1)[:, 0].cumsum()
+        ends = np.concatenate(([0], per_range))[schedule.offsets]
+        largest = int(np.diff(ends).max(initial=0))
+        need = grid.rows * self.graph.config.dim * 4 + largest * self._scratch_per_row
+        if need > self._scratch_bytes:
+            self._accountant.take(need - self._scratch_bytes, f"scratch for {grid.rows} rows")
+            self._scratch_bytes = need
+
+    def _step(
+        self,
+        batch: Batch,
+        schedule: CompiledSchedule,
+        wanted: NDArray[np.int32],
+        values: NDArray[np.float32],
+        on_work: Callable[[int], None] | None,
+    ) -> _native.StepResult:
+        segments = batch.segments
+        lengths = [s.rows for s in segments]
+        arguments = (
+            self._model,
+            self.pools,
+            np.concatenate([s.tokens for s in segments]),
+            np.concatenate([np.arange(s.start, s.start + s.rows, dtype=np.int32) for s in segments]),
+            np.repeat(np.arange(len(segments), dtype=np.int32), lengths),
+            [[s.tables[kind] for s in segments] for kind in range(len(self.pools))],
+            schedule.stage,
+            schedule.offsets,
+            schedule.ranges,
+            wanted,
+            values,
+            self.control,
+        )
+        if sum(lengths) * self._macs_per_row < LONG_STEP_MACS:
+            return self._runtime.step(*arguments)
+        return self._watched(lambda: self._runtime.step(*arguments), on_work)
+
+    def _watched(self, step: Callable[[], _native.StepResult], on_work: Callable[[int], None] | None) -> _native.StepResult:
+        results: list[_native.StepResult] = []
+        errors: list[BaseException] = []
+
+        def work() -> None:
+            try:
+                results.append(step())
+            except BaseException as error:
+                errors.append(error)
+
+        thread = threading.Thread(target=work, name="quaff-step")
+        thread.start()
+        try:
+            while thread.is_alive():
+                thread.join(POLL_SECONDS)
+                if on_work is not None:
+                    on_work(self.control.work_done)
+        except BaseException:
+            # The caller's progress function failed or was interrupted: the step must not outlive the call that owns its memory.
+            self.control.cancel()
+            thread.join()
+            raise
+        if errors:
+            raise errors[0]
+        return results[0]
+
+    def _finish(
+        self, grid: Grid, schedule: CompiledSchedule, wanted: NDArray[np.int32], values: NDArray[np.float32], result: _native.StepResult
+    ) -> Logits:
+        counters = Counters(**result.counters)
+        poisoned = tuple(bool(p) for p in result.poisoned)
+        done = result.cells_done
+        if done == schedule.cells:
+            return Logits(wanted, values, tuple(end - begin for begin, end in grid.spans), poisoned, counters)
+        finished = [0] * len(grid.spans)
+        with_logits: set[int] = set()
+        for cell in range(done):
+            stage = int(schedule.stage[cell])
+            if stage == grid.last_mixer:
+                # Rows of a sequence pass a mixer in order, so the rows that have passed the last one are a prefix.
+                for i, (begin, end) in enumerate(grid.spans):
+                    finished[i] += sum(max(0, min(hi, end) - max(lo, begin)) for lo, hi in schedule.cell_ranges(cell).tolist())
+            elif stage == len(grid.stages) - 1:
+                with_logits.update(row for lo, hi in schedule.cell_ranges(cell).tolist() for row in range(lo, hi))
+        keep = np.array([row in with_logits for row in wanted.tolist()], dtype=bool)
+        return Logits(wanted[keep], values[keep], tuple(finished), poisoned, counters)

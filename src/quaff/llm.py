@@ -1,0 +1,615 @@
+"""The public API: load a model; generate, stream, chat, prefill and score with it."""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+import weakref
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from hashlib import sha256
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal, overload
+
+import numpy as np
+from numpy.typing import NDArray
+
+from quaff import _native, hub
+from quaff.batch import Counters
+from quaff.cache.pages import PageCache
+from quaff.checkpoint import Checkpoint, open_checkpoint
+from quaff.config import Activations, EngineConfig, ModelConfig, Schedule
+from quaff.engine.engine import Engine, FinishReason, Request
+from quaff.engine.runner import Runner
+from quaff.engine.sampler import SamplingParams, StopMatcher
+from quaff.errors import ConfigError, PromptError
+from quaff.graph.builder import build_graph
+from quaff.graph.program import Graph
+from quaff.models import family
+from quaff.schedule import Order, choose_order, default_chunk
+from quaff.tokenizer import Tokenizer
+from quaff.weights.budget import Accountant, available_memory_bytes
+from quaff.weights.resident import ResidentWeights
+
+Prompt = str | Sequence[int]
+"""A text, or token ids that are used as they are."""
+Progress = Callable[[int, int], None]
+"""(multiply-accumulates done, in all) of reading prompts."""
+LoadProgress = Callable[[str, int, int], None]
+"""(what, bytes done, bytes in all) of fetching and packing a model."""
+
+# Share of free memory that a model may use when no limit is given; the rest is for the system and for Python.
+MEMORY_SHARE = 0.9
+
+
+@dataclass(frozen=True, slots=True)
+class Timings:
+    """Wall-clock seconds of one request. Prefill starts when the first step may run and ends with the step of the last prompt token."""
+
+    prefill_seconds: float
+    prefill_tokens: int
+    ttft_seconds: float
+    decode_seconds: float
+    decode_tokens: int
+
+    @property
+    def prefill_tokens_per_second(self) -> float:
+        return self.prefill_tokens / self.prefill_seconds if self.prefill_seconds > 0 else 0.0
+
+    @property
+    def decode_tokens_per_second(self) -> float:
+        """Tokens after the first over the time they took."""
+        return self.decode_tokens / self.decode_seconds if self.decode_seconds > 0 else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """What followed a prompt. `tokens` are all generated ids, an end token included; `text` stops before a stop string.
+
+    `counters` cover every step that ran during the request. `error` is set, with reason "error", only when several prompts were given.
+    """
+
+    text: str
+    tokens: tuple[int, ...]
+    prompt_tokens: int
+    reused_tokens: int
+    finish_reason: FinishReason
+    timings: Timings
+    counters: Counters
+    error: Exception | None = None
+
+    @property
+    def completion_tokens(self) -> int:
+        return len(self.tokens)
+
+
+class State:
+    """A computed prefix: tokens and the KV pages that hold them. Close it, or drop it, to give the pages back."""
+
+    def __init__(self, engine: Engine, sequence: int, tokens: tuple[int, ...]) -> None:
+        self._engine = engine
+        self._sequence = sequence
+        self.tokens = tokens
+        self._close = weakref.finalize(self, engine.release, sequence)
+
+    @property
+    def closed(self) -> bool:
+        return not self._close.alive
+
+    def sequence(self) -> int:
+        if self.closed:
+            raise ValueError("the state is closed")
+        return self._sequence
+
+    def kv_sha256(self) -> str:
+        """Hash of K and V at the positions that a next row can see, per KV kind, layer and head."""
+        with self._engine.lock:
+            return self._engine.cache.kv_sha256(self.sequence())
+
+    def close(self) -> None:
+        self._close()
+        self._engine.sweep()
+
+    def __enter__(self) -> State:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillResult:
+    """A prompt that was read. `computed_tokens` < `prompt_tokens` only when it was cancelled; reading it again with `state` goes on.
+
+    `logits`: f32 of the last row [vocab] ("last", "sha256"), of every computed row [rows, vocab] ("all"), or None. `logits_sha256`: of
+    every row's bytes in order of position ("all", "sha256"), rows that were reused left out.
+    """
+
+    prompt_tokens: int
+    computed_tokens: int
+    reused_tokens: int
+    cancelled: bool
+    logits: NDArray[np.float32] | None
+    logits_sha256: str | None
+    seconds: float
+    counters: Counters
+    state: State
+
+    @property
+    def kv_sha256(self) -> str:
+        return self.state.kv_sha256()
+
+    @property
+    def tokens_per_second(self) -> float:
+        return (self.computed_tokens - self.reused_tokens) / self.seconds if self.seconds > 0 else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Score:
+    """`logprobs[i]` is the natural log-probability of `tokens[i + 1]` after the tokens before it; perplexity is exp of minus their mean."""
+
+    tokens: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    seconds: float
+    counters: Counters
+
+    @property
+    def perplexity(self) -> float:
+        return math.exp(-math.fsum(self.logprobs) / len(self.logprobs))
+
+
+class _Reader:
+    """Turns a request's tokens into text: whole characters only, cut at stop strings."""
+
+    def __init__(self, tokenizer: Tokenizer, params: SamplingParams) -> None:
+        self._silent = frozenset() if params.ignore_eos else tokenizer.end_ids
+        self._decoder = tokenizer.decoder()
+        self._stop = StopMatcher(params.stop)
+        self.deltas: deque[str] = deque()
+        self.parts: list[str] = []
+        self.first_at = 0.0
+
+    def accept(self, token: int) -> FinishReason | None:
+        if not self.first_at:
+            self.first_at = time.perf_counter()
+        if token not in self._silent:
+            self._add(self._stop.push(self._decoder.push(token)))
+        return "stop" if self._stop.stopped else None
+
+    def finish(self) -> None:
+        """Once, after the last token: what was held back and turned out to be text."""
+        self._add(self._stop.push(self._decoder.finish()) + self._stop.finish())
+
+    def _add(self, text: str) -> None:
+        if text:
+            self.deltas.append(text)
+            self.parts.append(text)
+
+
+class TextStream:
+    """Iterator over the pieces of one completion, as they are generated. `completion` is there when it has ended."""
+
+    def __init__(self, llm: LLM, request: Request, reader: _Reader, progress: _PrefillProgress | None) -> None:
+        self._llm = llm
+        self._request = request
+        self._reader = reader
+        self._progress = progress
+        self._before = llm.counters
+        self._completion: Completion | None = None
+
+    def __iter__(self) -> Iterator[str]:
+        return self
+
+    def __next__(self) -> str:
+        try:
+            while not self._reader.deltas and not self._request.done:
+                self._llm.engine.step(self._progress.on_work if self._progress else None)
+                if self._progress:
+                    self._progress.on_step()
+        except BaseException:
+            self.close()
+            raise
+        if self._request.done and self._completion is None:
+            self._reader.finish()
+            self._completion = _completion(self._request, self._reader, self._llm.counters - self._before)
+        if self._reader.deltas:
+            return self._reader.deltas.popleft()
+        if self._request.error is not None:
+            raise self._request.error
+        raise StopIteration
+
+    @property
+    def completion(self) -> Completion:
+        """The whole completion; ValueError before the stream has ended."""
+        if self._completion is None:
+            raise ValueError("the stream has not ended")
+        return self._completion
+
+    def cancel(self) -> None:
+        """End the stream after the text that is already generated. May be called from any thread."""
+        self._llm.engine.cancel(self._request)
+
+    def close(self) -> None:
+        """Forget the request, its pages included."""
+        if not self._request.done:
+            self._request.cancelled = True
+            self._llm.engine.sweep()
+
+    def __del__(self) -> None:
+        self.close()
+
+
+class _PrefillProgress:
+    """Multiply-accumulates of the prompts of some requests, reported while they are read."""
+
+    def __init__(self, engine: Engine, requests: Sequence[Request], report: Progress) -> None:
+        self._engine = engine
+        self._requests = requests
+        self._report = report
+        self._before = engine.counters.work
+        rows = [(r.reused, r.prompt_tokens - r.reused, r.prompt_tokens - max(r.reused, r.logits_from)) for r in requests]
+        self._total = sum(engine.runner.work(start, n, max(0, logits)) for start, n, logits in rows)
+        self._last = -1
+
+    def on_work(self, step_work: int) -> None:
+        self._say(self._engine.counters.work - self._before + step_work)
+
+    def on_step(self) -> None:
+        if any(not r.prefilled_at and not r.done for r in self._requests):
+            self._say(self._engine.counters.work - self._before)
+        elif self._last < self._total:
+            self._say(self._total)
+
+    def _say(self, done: int) -> None:
+        done = max(self._last, min(done, self._total))
+        if done != self._last and self._last < self._total:
+            self._last = done
+            self._report(done, self._total)
+
+
+def _completion(request: Request, reader: _Reader, counters: Counters) -> Completion:
+    first = reader.first_at or request.finished_at
+    timings = Timings(
+        prefill_seconds=max(0.0, request.prefilled_at - request.started_at),
+        prefill_tokens=min(request.computed, request.prompt_tokens) - request.reused,
+        ttft_seconds=first - request.submitted_at,
+        decode_seconds=max(0.0, request.finished_at - first),
+        decode_tokens=max(0, request.generated - 1),
+    )
+    reason = request.finish_reason or "error"
+    tokens = tuple(request.tokens[request.prompt_tokens :])
+    return Completion("".join(reader.parts), tokens, request.prompt_tokens, request.reused, reason, timings, counters, request.error)
+
+
+def load(
+    model: str | os.PathLike[str],
+    *,
+    threads: int | None = None,
+    chunk: int | None = None,
+    schedule: Schedule = "chunk",
+    activations: Activations = "int8",
+    context: int | None = None,
+    memory_limit_bytes: int | None = None,
+    fuse: bool = True,
+    isa: str | None = None,
+    progress: LoadProgress | None = None,
+) -> LLM:
+    """Load a model by path, alias or hf:owner/repo/file, and pack its weights.
+
+    `threads` None: physical cores this process may use. `chunk` rows are computed together, None: chosen from the machine's measured
+    ceilings. `schedule` is the order of the work; neither these nor `fuse` and `isa` (for the whole process) change a bit.
+    `activations="float32"` is a slower mode for checking against other implementations. `context` in tokens, at most the model's.
+    `memory_limit_bytes` bounds weights, KV state and scratch; None: nine tenths of the memory free now.
+    Raises a QuaffError for anything wrong with the file, the options or the memory.
+    """
+    config = EngineConfig(threads, chunk, schedule, activations, context, memory_limit_bytes, fuse)
+    if isa is not None:
+        set_isa(isa)
+    path = hub.resolve(model, progress)
+    with open_checkpoint(path) as checkpoint:
+        return LLM(checkpoint, config, (lambda done, total: progress("packing weights", done, total)) if progress else None)
+
+
+def set_isa(name: str) -> None:
+    """Choose the instruction set of all models in this process; ConfigError lists what this machine has."""
+    try:
+        _native.set_isa(name)
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+
+
+class LLM:
+    """A loaded model. Methods may be called from several threads; their requests share batches. Close it, or use it in a `with` block."""
+
+    def __init__(self, checkpoint: Checkpoint, engine_config: EngineConfig, progress: Callable[[int, int], None] | None = None) -> None:
+        """`checkpoint` may be closed afterwards: weights are copied."""
+        began = time.perf_counter()
+        tensors = {name: (view.shape, view.ggml_type) for name, view in checkpoint.tensors.items()}
+        model_family = family(checkpoint.architecture)
+        self.path: Path = checkpoint.path
+        self.config: ModelConfig = model_family.config(checkpoint.metadata, tensors)
+        self.graph: Graph = build_graph(self.config, model_family, tensors, engine_config.activations, engine_config.fuse)
+        self.tokenizer = Tokenizer.from_metadata(checkpoint.metadata)
+        self.engine_config = engine_config
+        self.context = min(self.config.context_length, engine_config.context or self.config.context_length)
+        self._tensor_types = dict(Counter(view.type_name for view in checkpoint.tensors.values()))
+        threads = engine_config.threads or _native.default_threads()
+        limit = engine_config.memory_limit_bytes
+        if limit is None and (available := available_memory_bytes()) is not None:
+            limit = int(available * MEMORY_SHARE)
+        self.accountant = Accountant(limit)
+        self._weights = ResidentWeights(checkpoint, threads, self.accountant, progress)
+        self.chunk = engine_config.chunk or default_chunk(
+            self._weights.bytes_per_weight, _native.measure_int8(threads, 0.005), _native.measure_bandwidth(threads, 32)
+        )
+        pools = [_native.PagePool(len(kind.layers), kind.kv_heads, kind.dim) for kind in self.graph.kv_kinds]
+        cache = PageCache(self.graph.kv_kinds, pools, self.accountant)
+        runner = Runner(self.graph, self._weights, pools, threads, self.accountant)
+        order = choose_order(engine_config.schedule, self.chunk)
+        self.engine = Engine(runner, cache, order, self.context, self.tokenizer.end_ids)
+        self.load_seconds = time.perf_counter() - began
+
+    # What is loaded, and how it runs
+
+    @property
+    def order(self) -> Order:
+        return self.engine.order
+
+    @property
+    def threads(self) -> int:
+        return self.engine.runner.threads
+
+    @property
+    def counters(self) -> Counters:
+        """Everything counted since the model was loaded."""
+        return self.engine.counters
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of packed weights in memory."""
+        return self._weights.loaded_bytes
+
+    def configure(
+        self, *, threads: int | None = None, chunk: int | None = None, schedule: Schedule | None = None, isa: str | None = None
+    ) -> None:
+        """Change how the model runs from the next step on (`isa` for the whole process). None of these changes a bit of any result."""
+        EngineConfig(threads=threads, chunk=chunk)
+        with self.engine.lock:
+            if isa is not None:
+                set_isa(isa)
+            if threads is not None:
+                self.engine.runner.set_threads(threads)
+            self.chunk = chunk or self.chunk
+            if chunk is not None or schedule is not None:
+                self.engine.set_order(choose_order(schedule or self.order.name, self.chunk))
+
+    def describe(self) -> dict[str, Any]:
+        """What this model is and how it runs, as plain values for reports."""
+        c = self.config
+        return {
+            "path": str(self.path),
+            "architecture": c.architecture,
+            "name": c.name,
+            "layers": len(c.layers),
+            "dim": c.dim,
+            "ffn_dim": c.ffn_dim,
+            "vocab": c.vocab,
+            "model_context": c.context_length,
+            "context": self.context,
+            "tensor_types": self._tensor_types,
+            "weight_bytes": self.weight_bytes,
+            "activations": self.engine_config.activations,
+            "numerics_version": _native.NUMERICS_VERSION,
+            "isa": _native.isa(),
+            "threads": self.threads,
+            "schedule": self.order.name,
+            "chunk": self.order.chunk,
+        }
+
+    def close(self) -> None:
+        """Give back the weights. The model and its states cannot be used afterwards."""
+        self.engine.close()
+        self._weights.close()
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    # Tokens
+
+    def encode(self, prompt: Prompt) -> list[int]:
+        """Token ids of a prompt: a text with the special tokens its model wants, ids as they are. PromptError when it cannot be run."""
+        tokens = self.tokenizer.encode(prompt) if isinstance(prompt, str) else [int(t) for t in prompt]
+        if not tokens or prompt == "":
+            raise PromptError("the prompt is empty; give at least one token")
+        if len(tokens) > self.context:
+            limit = "the model's context" if self.context == self.config.context_length else "the context"
+            raise PromptError(f"the prompt has {len(tokens)} tokens, {limit} is {self.context} tokens; shorten the prompt")
+        bad = next((t for t in tokens if not 0 <= t < self.config.vocab), None)
+        if bad is not None:
+            raise PromptError(f"token id {bad} is outside the vocabulary of {self.config.vocab} tokens")
+        return tokens
+
+    def encode_chat(self, messages: Sequence[Mapping[str, Any]], **variables: Any) -> list[int]:
+        """Token ids of a conversation up to where the assistant answers, by the model's chat template (PromptError without one)."""
+        return self.encode(self.tokenizer.encode_chat(messages, **variables))
+
+    # Work
+
+    @overload
+    def generate(
+        self, prompt: str, params: SamplingParams | None = None, *, state: State | None = None, progress: Progress | None = None
+    ) -> Completion: ...
+    @overload
+    def generate(
+        self, prompt: Sequence[int], params: SamplingParams | None = None, *, state: State | None = None, progress: Progress | None = None
+    ) -> Completion: ...
+    @overload
+    def generate(
+        self,
+        prompt: list[str] | list[list[int]] | list[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        state: State | None = None,
+        progress: Progress | None = None,
+    ) -> list[Completion]: ...
+    def generate(
+        self,
+        prompt: Prompt | list[str] | list[list[int]] | list[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        state: State | None = None,
+        progress: Progress | None = None,
+    ) -> Completion | list[Completion]:
+        """Complete one prompt, or several in one batch (a list of texts or of id lists; `params` may be a list too).
+
+        A prefix that prompts share with `state` is not computed again. Every prompt is checked before any work starts. One prompt raises
+        its error; of several, those that fail carry theirs.
+        """
+        if isinstance(prompt, str) or not len(prompt) or isinstance(prompt[0], int | np.integer):
+            single = True
+            prompts: list[Prompt] = [prompt]  # type: ignore[list-item]
+        else:
+            single = False
+            prompts = list(prompt)  # type: ignore[arg-type]
+        each = [params or SamplingParams()] * len(prompts) if params is None or isinstance(params, SamplingParams) else list(params)
+        if len(each) != len(prompts):
+            raise ConfigError(f"{len(prompts)} prompts need as many sampling parameters, not {len(each)}")
+        encoded = [self.encode(p) for p in prompts]
+        before = self.counters
+        readers = [_Reader(self.tokenizer, p) for p in each]
+        requests = [self._submit(ids, p, r, state) for ids, p, r in zip(encoded, each, readers, strict=True)]
+        self._run(requests, progress)
+        for reader in readers:
+            reader.finish()
+        spent = self.counters - before
+        completions = [_completion(request, reader, spent) for request, reader in zip(requests, readers, strict=True)]
+        if not single:
+            return completions
+        if requests[0].error is not None:
+            raise requests[0].error
+        return completions[0]
+
+    def stream(
+        self, prompt: Prompt, params: SamplingParams | None = None, *, state: State | None = None, progress: Progress | None = None
+    ) -> TextStream:
+        """Complete one prompt piece by piece. Pieces are whole characters and never part of a stop string."""
+        params = params or SamplingParams()
+        tokens = self.encode(prompt)
+        reader = _Reader(self.tokenizer, params)
+        request = self._submit(tokens, params, reader, state)
+        return TextStream(self, request, reader, _PrefillProgress(self.engine, [request], progress) if progress else None)
+
+    def chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        params: SamplingParams | None = None,
+        *,
+        state: State | None = None,
+        progress: Progress | None = None,
+        **variables: Any,
+    ) -> Completion:
+        """The assistant's answer to a conversation of {"role", "content"} messages; `variables` go to the model's chat template."""
+        return self.generate(self.encode_chat(messages, **variables), params, state=state, progress=progress)
+
+    def prefill(
+        self,
+        prompt: Prompt,
+        *,
+        logits: Literal["none", "last", "all", "sha256"] = "last",
+        state: State | None = None,
+        progress: Progress | None = None,
+    ) -> PrefillResult:
+        """Read a prompt and keep its KV state. The prefix it shares with `state` (which stays as it is) is reused, not computed again.
+
+        `logits`: which rows to keep; "sha256" hashes every row without keeping it. The head runs only for rows that are asked for.
+        """
+        tokens = self.encode(prompt)
+        rows: list[NDArray[np.float32]] = []
+        digest = sha256() if logits in ("all", "sha256") else None
+
+        def on_logits(position: int, row: NDArray[np.float32]) -> None:
+            if logits != "all":
+                rows.clear()
+            # A view would keep the logits of the whole step alive.
+            rows.append(row.copy())
+            if digest is not None:
+                digest.update(np.asarray(row, dtype="<f4").tobytes())
+
+        if logits not in ("none", "last", "all", "sha256"):
+            raise ConfigError(f"logits is {logits!r}; expected none, last, all or sha256")
+        first = None if logits == "none" else len(tokens) - 1 if logits == "last" else 0
+        before, began = self.counters, time.perf_counter()
+        request = self._submit_prefill(tokens, first, on_logits, state)
+        self._run([request], progress)
+        if request.error is not None:
+            raise request.error
+        seconds = time.perf_counter() - began
+        kept = np.stack(rows) if logits == "all" and rows else rows[-1] if rows else None
+        return PrefillResult(
+            prompt_tokens=len(tokens),
+            computed_tokens=request.computed,
+            reused_tokens=request.reused,
+            cancelled=request.finish_reason == "cancelled",
+            logits=kept,
+            logits_sha256=digest.hexdigest() if digest is not None else None,
+            seconds=seconds,
+            counters=self.counters - before,
+            state=State(self.engine, request.sequence, tuple(tokens[: request.computed])),
+        )
+
+    def score(self, prompt: Prompt, *, progress: Progress | None = None) -> Score:
+        """Log-probability of every token after the first. Logits are made in blocks of at most 64 MiB, whatever the length."""
+        tokens = self.encode(prompt)
+        if len(tokens) < 2:
+            raise PromptError("scoring needs at least two tokens: the first one is given")
+        logprobs: list[float] = []
+
+        def on_logits(position: int, row: NDArray[np.float32]) -> None:
+            logprobs.append(float(_native.logprobs(row, np.array([tokens[position + 1]], dtype=np.int32))[0]))
+
+        before, began = self.counters, time.perf_counter()
+        request = self.engine.submit(tokens[:-1], logits_from=0, on_logits=on_logits)
+        self._run([request], progress)
+        if request.error is not None:
+            raise request.error
+        if len(logprobs) != len(tokens) - 1:
+            raise PromptError(f"scoring was cancelled after {len(logprobs)} of {len(tokens) - 1} tokens")
+        return Score(tuple(tokens), tuple(logprobs), time.perf_counter() - began, self.counters - before)
+
+    def cancel(self) -> None:
+        """End everything that is running at the next cell boundary; finished positions are kept. May be called from any thread."""
+        self.engine.cancel()
+
+    # Inside
+
+    def _submit(self, tokens: list[int], params: SamplingParams, reader: _Reader, state: State | None) -> Request:
+        base, base_tokens = (state.sequence(), state.tokens) if state is not None else (None, ())
+        return self.engine.submit(tokens, params=params, accept=reader.accept, base=base, base_tokens=base_tokens)
+
+    def _submit_prefill(
+        self,
+        tokens: list[int],
+        logits_from: int | None,
+        on_logits: Callable[[int, NDArray[np.float32]], None],
+        state: State | None,
+    ) -> Request:
+        base, base_tokens = (state.sequence(), state.tokens) if state is not None else (None, ())
+        return self.engine.submit(tokens, logits_from=logits_from, on_logits=on_logits, base=base, base_tokens=base_tokens, keep=True)
+
+    def _run(self, requests: list[Request], progress: Progress | None) -> None:
+        report = _PrefillProgress(self.engine, requests, progress) if progress else None
+        try:
+            self.engine.run(requests, report.on_step if report else None, report.on_work if report else None)
+        except BaseException:
+            for request in requests:
+                if request.keep and request.done:
+                    self.engine.release(request.sequence)
+                request.cancelled, request.keep = True, False
+            self.engine.sweep()
+            raise

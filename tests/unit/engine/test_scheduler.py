@@ -1,0 +1,111 @@
+"""The scheduler counts: no tokens lost, no step over its budget, nobody starves."""
+
+import subprocess
+import sys
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from quaff.engine.scheduler import NO_LOGITS, Scheduler, Work
+
+
+def test_a_prompt_is_cut_at_the_row_budget_and_logits_are_asked_for_last() -> None:
+    s = Scheduler(prompt_rows=100, mixed_rows=10, logits_rows=5)
+    s.add(1, known=250, logits_from=249)
+    seen = []
+    while not s.idle:
+        (work,) = s.plan()
+        seen.append(work)
+        s.finish(1, work.rows)
+    assert seen == [Work(1, 0, 100, 100), Work(1, 100, 100, 100), Work(1, 200, 50, 49)]
+    assert s.plan() == ()
+
+
+def test_decodes_come_first_and_prompts_fill_the_rest() -> None:
+    s = Scheduler(prompt_rows=100, mixed_rows=10, logits_rows=50)
+    s.add(1, known=40, logits_from=39)
+    s.add(2, known=8, computed=7, logits_from=7)
+    s.add(3, known=5, logits_from=4)
+    assert s.plan() == (Work(2, 7, 1, 0), Work(1, 0, 9, 9))
+    s.remove(2)
+    assert s.plan() == (Work(1, 0, 40, 39), Work(3, 0, 5, 4))
+
+
+def test_rows_of_logits_are_bounded() -> None:
+    s = Scheduler(prompt_rows=100, mixed_rows=100, logits_rows=7)
+    s.add(1, known=30, logits_from=10)
+    s.add(2, known=30, logits_from=NO_LOGITS)
+    assert s.plan() == (Work(1, 0, 17, 10), Work(2, 0, 30, 30))
+    s.finish(1, 17)
+    assert s.plan()[0] == Work(1, 17, 7, 0)
+
+
+def test_more_decodes_than_rows_take_turns() -> None:
+    s = Scheduler(prompt_rows=4, mixed_rows=4, logits_rows=4)
+    for r in range(10):
+        s.add(r, known=5, computed=4, logits_from=4)
+    served = [0] * 10
+    for _ in range(10):
+        for work in s.plan():
+            served[work.request] += 1
+            s.finish(work.request, work.rows)
+            s.extend(work.request)
+    assert sum(served) == 40
+    assert min(served) >= 3
+
+
+@given(st.data())
+def test_every_token_is_computed_once_in_order(data: st.DataObject) -> None:
+    budget = data.draw(st.tuples(*[st.integers(1, 20)] * 3))
+    s = Scheduler(*budget)
+    known: dict[int, int] = {}
+    computed: dict[int, int] = {}
+    logits: dict[int, list[int]] = {}
+    wants: dict[int, int] = {}
+    for _ in range(data.draw(st.integers(1, 40))):
+        if data.draw(st.booleans()) and len(known) < 6:
+            r = len(known)
+            known[r] = data.draw(st.integers(1, 40))
+            computed[r] = data.draw(st.integers(0, known[r] - 1))
+            wants[r] = data.draw(st.sampled_from([NO_LOGITS, 0, known[r] - 1]))
+            logits[r] = []
+            s.add(r, known[r], computed[r], wants[r])
+        plan = s.plan()
+        assert bool(plan) == any(known[r] > computed[r] for r in known)
+        assert sum(w.rows for w in plan) <= max(budget[0], budget[1])
+        assert sum(w.rows - w.logits for w in plan) <= budget[2]
+        assert len({w.request for w in plan}) == len(plan)
+        for w in plan:
+            assert w.start == computed[w.request]
+            assert 0 < w.rows <= known[w.request] - computed[w.request]
+            # A cancelled step finishes any prefix of its rows.
+            done = data.draw(st.integers(0, w.rows))
+            logits[w.request] += [w.start + i for i in range(w.logits, done)]
+            computed[w.request] += done
+            s.finish(w.request, done)
+            if computed[w.request] == known[w.request] and data.draw(st.booleans()):
+                known[w.request] += 1
+                s.extend(w.request)
+    for r in known:
+        assert s.computed(r) == computed[r]
+        first = max(wants[r], min(logits[r], default=0))
+        assert logits[r] == list(range(first, computed[r])) or not logits[r]
+
+
+def test_impossible_counts_are_refused() -> None:
+    s = Scheduler(1, 1, 1)
+    s.add(1, known=3)
+    with pytest.raises(ValueError, match="already"):
+        s.add(1, known=3)
+    with pytest.raises(ValueError, match="pending"):
+        s.finish(1, 4)
+    with pytest.raises(ValueError, match="computed"):
+        s.add(2, known=1, computed=2)
+    with pytest.raises(ValueError, match="at least one row"):
+        Scheduler(0, 1, 1)
+
+
+def test_no_array_library_is_imported() -> None:
+    code = "import sys, quaff.engine.scheduler; print(sorted(m for m in sys.modules if m.split('.')[0] in ('numpy', '_native')))"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "[]"
