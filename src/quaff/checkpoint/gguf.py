@@ -51,6 +51,11 @@ _RAW_BYTES_KEYS = frozenset({"tokenizer.ggml.tokens"})
 _NOT_MODELS = {"adapter": "a LoRA adapter", "mmproj": "a vision or audio projector", "imatrix": "an importance matrix"}
 
 
+def _unfinished(needed_bytes: int) -> str:
+    """The likely cause, where what is missing has the size of a model."""
+    return "; it may be an unfinished download" if needed_bytes < 1 << 40 else ""
+
+
 class _Header:
     """A cursor over the first part of a file, which is read as far as it is asked for."""
 
@@ -70,7 +75,7 @@ class _Header:
         if end <= have:
             return
         if end > self.size:
-            self.damaged(f"{self.where} needs {end} bytes of file, but the file ends at {self.size}; it may be an unfinished download")
+            self.damaged(f"{self.where} needs {end} bytes of file, but the file ends at {self.size}{_unfinished(end)}")
         if end > _HEADER_LIMIT:
             self.damaged(f"{self.where} makes the header longer than {_HEADER_LIMIT} bytes")
         goal = min(max(end, have + _READ_BYTES), self.size)
@@ -101,13 +106,13 @@ class _Header:
         n = self.u64()
         left = self.size - self.at
         if n * smallest > left:
-            self.damaged(f"{self.where} claims {n} {what}, more than the {left} bytes that are left can hold")
+            self.damaged(f"{self.where} claims {n} {what}, more than the {left} bytes that are left can hold{_unfinished(n * smallest)}")
         return n
 
     def string(self, errors: str = "strict", limit: int | None = None) -> str:
         n = self.count("bytes of text", 1)
         if limit is not None and not 0 < n <= limit:
-            self.damaged(f"{self.where} has a name of {n} bytes; 1 to {limit} are allowed")
+            self.damaged(f"{self.where} is {n} bytes long; 1 to {limit} are allowed")
         self._fill(self.at + n)
         raw = bytes(self._buffer[self.at : self.at + n])
         self.at += n
@@ -233,7 +238,7 @@ def _tensor_table(header: _Header, tensors: int, alignment: int) -> list[tuple[s
     """Entries (name, shape in NumPy order, type, offset from the start of the data, bytes), each checked alone."""
     table: dict[str, tuple[str, tuple[int, ...], int, int, int]] = {}
     for i in range(tensors):
-        header.where = f"tensor entry {i} of {tensors}"
+        header.where = f"the name of tensor entry {i} of {tensors}"
         name = header.string(limit=_NAME_LIMIT)
         if name in table:
             header.damaged(f"tensor {quote(name)} appears twice")
@@ -251,23 +256,17 @@ def _tensor_table(header: _Header, tensors: int, alignment: int) -> list[tuple[s
                 raise UnsupportedError(f"{tensor} has type {OTHER_TYPES[kind]}, which is not supported; supported types: {SUPPORTED_TYPES}")
             header.damaged(f"{tensor} has the unknown type number {kind}; supported types: {SUPPORTED_TYPES}")
         if 0 in shape:
-            header.damaged(f"{tensor} has an empty dimension: its shape is {_shape(shape)}")
+            header.damaged(f"{tensor} has an empty dimension: its shape is {' x '.join(map(str, shape))}")
         if shape[-1] % known.block:
             header.damaged(f"{tensor} has rows of {shape[-1]} values, but type {known.name} needs a multiple of {known.block}")
         count = 1
         for n in shape:
             count *= n
         nbytes = count // known.block * known.nbytes
-        if nbytes > header.size:
-            header.damaged(f"{tensor} of shape {_shape(shape)} needs {nbytes} bytes of {known.name}; the whole file has {header.size}")
         if offset % alignment:
             header.damaged(f"{tensor} starts at data offset {offset}, which is not a multiple of {alignment}")
         table[name] = (name, shape, kind, offset, nbytes)
     return list(table.values())
-
-
-def _shape(shape: tuple[int, ...]) -> str:
-    return " x ".join(map(str, shape))
 
 
 def _check_layout(header: _Header, table: list[tuple[str, tuple[int, ...], int, int, int]], data: int) -> None:
@@ -276,7 +275,7 @@ def _check_layout(header: _Header, table: list[tuple[str, tuple[int, ...], int, 
     for name, _, _, offset, nbytes in sorted(table, key=lambda entry: entry[3]):
         end = data + offset + nbytes
         if end > header.size:
-            header.damaged(f"tensor {quote(name)} ends at byte {end}, but the file ends at {header.size}; it may be an unfinished download")
+            header.damaged(f"tensor {quote(name)} ends at byte {end}, but the file ends at {header.size}{_unfinished(end)}")
         if offset < last_end:
             header.damaged(f"tensors {quote(last_name)} and {quote(name)} overlap")
         last_name, last_end = name, offset + nbytes
@@ -301,8 +300,10 @@ def _read(fd: int, path: Path) -> Checkpoint:
     _version(header)
     tensors = header.u64()
     entries = header.u64()
-    if tensors * _MIN_TENSOR + entries * _MIN_ENTRY > size - header.at:
-        header.damaged(f"the header claims {tensors} tensors and {entries} metadata entries, more than a file of {size} bytes can hold")
+    least = tensors * _MIN_TENSOR + entries * _MIN_ENTRY
+    if least > size - header.at:
+        claim = f"the header claims {tensors} tensors and {entries} metadata entries"
+        header.damaged(f"{claim}, more than a file of {size} bytes can hold{_unfinished(least)}")
     metadata, alignment = _metadata(header, entries)
     _check_kind(header, metadata)
     table = _tensor_table(header, tensors, alignment)
