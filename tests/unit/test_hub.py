@@ -206,6 +206,23 @@ def test_what_pip_says_becomes_one_line(output: str, said: str) -> None:
     assert said in message and "\n" not in message
 
 
+def test_an_interrupt_ends_pip_and_leaves_nothing(index: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    slow = tmp_path / "slow-python"
+    slow.write_text(f"#!/bin/sh\necho $$ > {tmp_path}/pid\nexec sleep 60\n")
+    slow.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(slow))
+
+    def interrupt(what: str, done: int, total: int) -> None:
+        if (tmp_path / "pid").exists():
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        hub.resolve("tiny", interrupt)
+    with pytest.raises(ProcessLookupError):
+        os.kill(int((tmp_path / "pid").read_text()), 0)
+    assert [p.name for p in (tmp_path / "cache" / "models" / "tiny").iterdir()] == ["lock"]
+
+
 def test_two_processes_fetch_once(index: Path, tmp_path: Path) -> None:
     """The second waits for the first's lock and then finds the file."""
     folder = tmp_path / "cache" / "models" / "tiny"
