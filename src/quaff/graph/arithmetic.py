@@ -58,7 +58,8 @@ def exp(x: F32) -> F32:
         p = fma(p, r, c)
     p = fma(p * r, r, r + ONE)
     power = ((n.astype(np.int32) + 127) << 23).view(np.float32)
-    return p * power
+    result: F32 = p * power
+    return result
 
 
 def probability(x: F32) -> F32:

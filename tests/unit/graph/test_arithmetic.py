@@ -1,0 +1,154 @@
+"""The f32 operations of the reference against exact rational arithmetic and float64."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from quaff.graph import arithmetic as f32
+
+FINITE = st.floats(width=32, allow_nan=False, allow_infinity=False)
+NEAR_ONE = st.integers(0, 2**23 - 1).map(lambda k: float(np.float32(1 + k * 2.0**-23)))
+
+
+def rounded(x: Fraction) -> float:
+    """x rounded to f32, nearest even, denormals kept: integers and fractions only."""
+    if x == 0:
+        return 0.0
+    e = max(x.numerator.bit_length() - x.denominator.bit_length() - 24, -149)
+    while abs(x) >= Fraction(2) ** (e + 24):
+        e += 1
+    value = round(x / Fraction(2) ** e) * Fraction(2) ** e
+    return float(value) if abs(value) < Fraction(2) ** 128 else float(np.copysign(np.inf, value.numerator))
+
+
+def check(a: float, b: float, c: float) -> None:
+    got = f32.fma(np.float32(a), np.float32(b), np.float32(c))
+    assert float(got) == rounded(Fraction(a) * Fraction(b) + Fraction(c)), (a.hex(), b.hex(), c.hex())
+
+
+@given(FINITE, FINITE, FINITE)
+@settings(max_examples=400, deadline=None)
+def test_fma_rounds_once(a: float, b: float, c: float) -> None:
+    check(a, b, c)
+
+
+@given(NEAR_ONE, NEAR_ONE, NEAR_ONE, st.integers(-60, 60), st.sampled_from([1, -1]))
+@settings(max_examples=800, deadline=None)
+def test_fma_rounds_once_when_the_product_decides_a_tie(a: float, b: float, c: float, shift: int, sign: int) -> None:
+    check(sign * a * 2.0**shift, b, c)
+
+
+def test_fma_special_values() -> None:
+    tiny, least, largest = 2.0**-126, 2.0**-149, float(np.finfo(np.float32).max)
+    for a, b, c in (
+        (tiny, 0.5, least),
+        (least, 0.5, 0.0),
+        (least, 0.5, least),
+        (least, 1.5, -least),
+        (largest, 2.0, -largest),
+        (largest, 1.0, largest),
+    ):
+        check(a, b, c)
+    assert np.signbit(f32.fma(np.float32(-0.0), np.float32(1), np.float32(-0.0)))
+    assert not np.signbit(f32.fma(np.float32(1), np.float32(1), np.float32(-1)))
+    with np.errstate(invalid="ignore"):
+        assert np.isnan(f32.fma(np.float32(np.inf), np.float32(0), np.float32(1)))
+
+
+def test_fma_differs_from_rounding_twice() -> None:
+    """The control: the float64 sum ties and then rounds to even; the true value lies below the tie."""
+    a, b, c = (np.float32(x) for x in (2.0**-12 * (1 + 2.0**-23), 2.0**-12 * (1 - 2.0**-23), 1 + 2.0**-23))
+    twice = np.float32(np.float64(a) * np.float64(b) + np.float64(c))
+    assert float(f32.fma(a, b, c)) == float(c) != float(twice)
+
+
+def test_fma_of_arrays_equals_fma_of_elements() -> None:
+    rng = np.random.default_rng(0)
+    a, b, c = (rng.standard_normal((3, 50)).astype(np.float32) * 2.0 ** rng.integers(-20, 20, (3, 50)) for _ in range(3))
+    a, b, c = (np.float32(x) for x in (a, b, c))
+    for i in np.ndindex(a.shape):
+        check(float(a[i]), float(b[i]), float(c[i]))
+    together = f32.fma(a, b, c)
+    assert all(together[i] == f32.fma(a[i], b[i], c[i]) for i in np.ndindex(a.shape))
+
+
+def test_exp_error_bound() -> None:
+    x = np.concatenate([np.linspace(-87, 88, 200_001), np.linspace(-1, 1, 100_001)]).astype(np.float32)
+    exact = np.exp(x.astype(np.float64))
+    assert np.max(np.abs(f32.exp(x) - exact) / exact) <= 2 * 2.0**-24
+
+
+def test_exp_fixed_points_and_clamps() -> None:
+    x = np.array([0.0, -0.0, -100, 100], dtype=np.float32)
+    y = f32.exp(x)
+    assert y[0] == y[1] == 1
+    assert y[2] == f32.exp(np.float32(-87)) > 0 and y[3] == f32.exp(np.float32(88)) < np.inf
+    assert f32.probability(np.array([-64.0, -64.00001, 0], dtype=np.float32)).tolist() == [float(f32.exp(np.float32(-64))), 0.0, 1.0]
+
+
+def test_activations_are_close_to_float64() -> None:
+    x = np.linspace(-20, 20, 10_001).astype(np.float32)
+    w = x.astype(np.float64)
+    gelu = 0.5 * w * (1 + np.tanh(np.sqrt(2 / np.pi) * (w + 0.044715 * w**3)))
+    for got, exact in (
+        (f32.sigmoid(x), 1 / (1 + np.exp(-w))),
+        (f32.silu(x), w / (1 + np.exp(-w))),
+        (f32.tanh(x), np.tanh(w)),
+        (f32.gelu_tanh(x), gelu),
+    ):
+        assert np.max(np.abs(got - exact) / (1 + np.abs(exact))) < 3e-7
+
+
+def test_folds_pair_as_stated() -> None:
+    rng = np.random.default_rng(1)
+    x = (rng.standard_normal(53) * 2.0 ** rng.integers(-10, 10, 53)).astype(np.float32)
+    lanes = [np.float32(0)] * 16
+    for j, value in enumerate(x):
+        lanes[j % 16] = lanes[j % 16] + value
+    for w in (8, 4, 2, 1):
+        lanes = [lanes[j] + lanes[j + w] for j in range(w)]
+    assert f32.sum16(x) == lanes[0]
+    assert f32.max16(x) == x.max()
+    assert any(f32.sum16(np.roll(x, shift)) != f32.sum16(x) for shift in range(1, 16)), "the order shows in the bits"
+
+
+def test_rms_norm_matches_float64() -> None:
+    rng = np.random.default_rng(2)
+    x, w = rng.standard_normal((4, 3, 40)).astype(np.float32), rng.standard_normal(40).astype(np.float32)
+    wide = x.astype(np.float64)
+    exact = wide / np.sqrt((wide**2).mean(axis=-1, keepdims=True) + 1e-5) * w
+    np.testing.assert_allclose(f32.rms_norm(x, w, 1e-5), exact, rtol=1e-6)
+
+
+def test_quantise() -> None:
+    rng = np.random.default_rng(3)
+    x = (rng.standard_normal((5, 96)) * 2.0 ** rng.integers(-30, 30, (5, 1))).astype(np.float32)
+    x[1, :32] = 0
+    x[2, 32:64] = np.float32(2.0**-65)
+    q, scale = f32.quantise(x)
+    assert q.dtype == np.int8 and scale.shape == (5, 3) and np.abs(q.astype(int)).max() == 127
+    assert scale[1, 0] == 0 and not q[1, :32].any()
+    assert scale[2, 1] == 0 and not q[2, 32:64].any()
+    error = np.abs(q.astype(np.float64) * np.repeat(scale, 32, axis=1) - x)
+    assert np.all(error <= np.maximum(np.repeat(scale, 32, axis=1) * 0.5001, 2.0**-64))
+
+
+def test_rope_turns_pairs() -> None:
+    angle = np.array([[0.3, 1.1]])
+    cos, sin = np.cos(angle).astype(np.float32), np.sin(angle).astype(np.float32)
+    x = np.arange(1, 7, dtype=np.float32).reshape(1, 1, 6)
+    side, apart = (f32.rope(x, cos, sin, interleaved)[0, 0] for interleaved in (True, False))
+    for i in range(2):
+        for y, a, b in ((side, 2 * i, 2 * i + 1), (apart, i, i + 2)):
+            turned = complex(x[0, 0, a], x[0, 0, b]) * np.exp(1j * angle[0, i])
+            np.testing.assert_allclose([y[a], y[b]], [turned.real, turned.imag], rtol=1e-6)
+    assert side[4:].tolist() == apart[4:].tolist() == [5, 6], "dimensions after the rotary ones stay"
+
+
+def test_f16_clamps_and_rounds() -> None:
+    x = np.array([1e9, -1e9, 65519, 2.0**-24, 2.0**-25, 3 * 2.0**-25, 1 + 2.0**-11], dtype=np.float32)
+    assert f32.to_f16(x).astype(float).tolist() == [65504, -65504, 65504, 2.0**-24, 0, 2.0**-23, 1]

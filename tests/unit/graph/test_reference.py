@@ -1,0 +1,204 @@
+"""The reference against a plain float64 transformer, and its own invariances, by bytes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+from tests.tiny import CASES, prompt, read
+
+from quaff.config import ModelConfig
+from quaff.errors import PromptError
+from quaff.graph import reference
+from quaff.graph.builder import build_graph
+from quaff.graph.program import Graph
+from quaff.graph.reference import Reference, ReferenceWeight, lower
+from quaff.models import family
+from quaff.models.family import Tensors
+
+NAMES = [name for name in CASES if name != "llama-k"]  # its types are lowered by the native module only
+F64 = NDArray[np.float64]
+
+
+class Model:
+    def __init__(self, path: Path, name: str) -> None:
+        metadata, self.tensors, self.data = read(CASES[name].write(path / "m.gguf"))
+        self.family = family(metadata["general.architecture"])
+        self.config: ModelConfig = self.family.config(metadata, self.tensors)
+        self.weights: dict[str, ReferenceWeight] = {n: lower(t, self.data[n], s) for n, (s, t) in self.tensors.items()}
+
+    def graph(self, activations: Any = "int8", fuse: bool = True) -> Graph:
+        tensors: Tensors = self.tensors
+        return build_graph(self.config, self.family, tensors, activations, fuse)
+
+    def reference(self, activations: Any = "int8", fuse: bool = True) -> Reference:
+        return Reference(self.graph(activations, fuse), self.weights)
+
+
+@pytest.fixture(scope="module", params=NAMES)
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Model:
+    return Model(tmp_path_factory.mktemp("tiny"), request.param)
+
+
+@pytest.fixture(scope="module")
+def gqa(tmp_path_factory: pytest.TempPathFactory) -> Model:
+    return Model(tmp_path_factory.mktemp("tiny"), "llama-gqa")
+
+
+def dense(m: Model, tokens: list[int]) -> F64:
+    """A transformer as a textbook writes it: float64, whole matrices, softmax over everything, no pages, no ops."""
+    c = m.config
+    w = {}
+    for name, (shape, ggml_type) in m.tensors.items():
+        values = gguf.quants.dequantize(m.data[name], gguf.GGMLQuantizationType(ggml_type))
+        w[name] = values.reshape(shape).astype(np.float64)
+    n, gemma = len(tokens), c.architecture == "gemma3"
+    i, j = np.arange(n)[:, None], np.arange(n)[None, :]
+
+    def norm(x: F64, name: str) -> F64:
+        return x / np.sqrt((x**2).mean(axis=-1, keepdims=True) + c.eps) * w[name]
+
+    def linear(x: F64, name: str) -> F64:
+        return x @ w[f"{name}.weight"].T + w.get(f"{name}.bias", 0.0)
+
+    def turn(x: F64, rope: Any) -> F64:
+        inverse = rope.theta ** (-np.arange(0, rope.rotary_dim, 2) / rope.rotary_dim) / rope.linear_factor
+        turned = np.exp(1j * i * inverse)[:, None, :]
+        pairs = x.reshape(*x.shape[:2], -1, 2) if rope.interleaved else x.reshape(*x.shape[:2], 2, -1).swapaxes(2, 3)
+        z = (pairs[..., 0] + 1j * pairs[..., 1]) * turned
+        out = np.stack([z.real, z.imag], axis=-1 if rope.interleaved else 2)
+        return out.reshape(x.shape)
+
+    x = w["token_embd.weight"][tokens] * (np.sqrt(c.dim) if gemma else 1.0)
+    for number, layer in enumerate(c.layers):
+        a, blk = layer.attention, f"blk.{number}."
+        h = norm(x, f"{blk}attn_norm.weight")
+        q = linear(h, f"{blk}attn_q").reshape(n, a.heads, a.head_dim)
+        k, v = (linear(h, f"{blk}{r}").reshape(n, a.kv_heads, a.head_dim) for r in ("attn_k", "attn_v"))
+        if gemma:
+            q, k = norm(q, f"{blk}attn_q_norm.weight"), norm(k, f"{blk}attn_k_norm.weight")
+        q, k = turn(q, layer.rope), turn(k, layer.rope)
+        k, v = (np.repeat(t, a.heads // a.kv_heads, axis=1) for t in (k, v))
+        s = np.einsum("ihd,jhd->hij", q, k) / np.sqrt(a.head_dim)
+        hidden = (j > i) | ((j <= i - a.window) if a.window else False)
+        s = np.where(hidden, -np.inf, s)
+        p = np.exp(s - s.max(axis=-1, keepdims=True))
+        p /= p.sum(axis=-1, keepdims=True)
+        y = linear(np.einsum("hij,jhd->ihd", p, v).reshape(n, -1), f"{blk}attn_output")
+        x = x + (norm(y, f"{blk}post_attention_norm.weight") if gemma else y)
+        h = norm(x, f"{blk}ffn_norm.weight")
+        gate, up = linear(h, f"{blk}ffn_gate"), linear(h, f"{blk}ffn_up")
+        gelu = 0.5 * gate * (1 + np.tanh(np.sqrt(2 / np.pi) * (gate + 0.044715 * gate**3)))
+        y = linear((gelu if gemma else gate / (1 + np.exp(-gate))) * up, f"{blk}ffn_down")
+        x = x + (norm(y, f"{blk}post_ffw_norm.weight") if gemma else y)
+    h = norm(x, "output_norm.weight")
+    return h @ w.get("output.weight", w["token_embd.weight"]).T
+
+
+def cosine(a: NDArray[Any], b: F64) -> F64:
+    a = a.astype(np.float64)
+    return (a * b).sum(axis=1) / np.sqrt((a**2).sum(axis=1) * (b**2).sum(axis=1))
+
+
+def test_agrees_with_a_textbook_transformer(model: Model) -> None:
+    tokens = prompt(model.config.vocab, 150)
+    exact = dense(model, tokens)
+    assert cosine(model.reference("float32").run(tokens)[0], exact).min() > 0.99998
+    close = cosine(model.reference("int8").run(tokens)[0], exact)
+    assert close.mean() > 0.999 and close.min() > 0.99
+
+
+@pytest.mark.parametrize("activations", ["int8", "float32"])
+def test_fusions_keep_every_byte(model: Model, activations: str) -> None:
+    tokens = prompt(model.config.vocab, 70, seed=1)
+    (a, state_a), (b, state_b) = (model.reference(activations, fuse).run(tokens) for fuse in (True, False))
+    assert a.tobytes() == b.tobytes()
+    for kind in range(len(model.graph().kv_kinds)):
+        assert state_a.pages(kind).tobytes() == state_b.pages(kind).tobytes()
+
+
+def test_rows_do_not_depend_on_how_many_run_together(model: Model) -> None:
+    tokens = prompt(model.config.vocab, 140, seed=2)
+    r = model.reference()
+    whole, end = r.run(tokens)
+    for cuts in ((1,), (63,), (64,), (65,), (1, 2, 130), tuple(range(20, 140, 30))):
+        parts, state = [], None
+        for begin, stop in zip((0, *cuts), (*cuts, len(tokens)), strict=True):
+            logits, state = r.run(tokens[begin:stop], state)
+            parts.append(logits)
+        assert state is not None and state.length == end.length == len(tokens)
+        assert np.concatenate(parts).tobytes() == whole.tobytes()
+        assert all(state.pages(kind).tobytes() == end.pages(kind).tobytes() for kind in range(len(model.graph().kv_kinds)))
+
+
+@given(st.data())
+@settings(max_examples=15, deadline=None)
+def test_any_cut_gives_the_same_bytes(gqa: Model, data: st.DataObject) -> None:
+    tokens = data.draw(st.lists(st.integers(0, gqa.config.vocab - 1), min_size=2, max_size=90))
+    cut = data.draw(st.integers(1, len(tokens) - 1))
+    r = gqa.reference()
+    first, state = r.run(tokens[:cut])
+    second, _ = r.run(tokens[cut:], state)
+    assert np.concatenate([first, second]).tobytes() == r.run(tokens)[0].tobytes()
+
+
+def test_page_layout(gqa: Model) -> None:
+    _, state = gqa.reference().run(prompt(gqa.config.vocab, 70))
+    kind = gqa.graph().kv_kinds[0]
+    pages = state.pages(0)
+    assert pages.shape == (2, len(kind.layers), kind.kv_heads, 2, 64 * kind.dim) and pages.dtype == np.uint16
+    for position, layer, head, d in ((0, 0, 0, 0), (63, 1, 1, 5), (64, 0, 1, 15), (69, 1, 0, 3)):
+        page, slot = divmod(position, 64)
+        assert pages[page, layer, head, 0, d * 64 + slot] == state.keys[0][layer][position, head, d].view(np.uint16)
+        assert pages[page, layer, head, 1, slot * kind.dim + d] == state.values[0][layer][position, head, d].view(np.uint16)
+    assert not pages[1, :, :, 0].reshape(-1, kind.dim, 64)[..., 6:].any(), "positions not written are zero"
+
+
+def test_token_ids_are_checked(gqa: Model) -> None:
+    for tokens in ([], [-1], [gqa.config.vocab]):
+        with pytest.raises(PromptError, match="token ids"):
+            gqa.reference().run(tokens)
+
+
+def test_the_comparison_sees_a_reversed_chain(gqa: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The control: the same sum in the opposite order of groups is as accurate and has other bits."""
+    tokens = prompt(gqa.config.vocab, 20)
+    right, _ = gqa.reference().run(tokens)
+    forward = reference.linear_int
+
+    def backward(x: reference.Codes, w: ReferenceWeight) -> NDArray[np.float32]:
+        assert w.codes is not None and w.scale is not None
+        q, scale = x
+        count = scale.shape[1]
+        flip = q.reshape(len(q), count, 32)[:, ::-1].reshape(q.shape)
+        codes = w.codes.reshape(len(w.codes), count, 32)[:, ::-1].reshape(w.codes.shape)
+        return forward((flip, scale[:, ::-1]), ReferenceWeight(None, codes, w.scale[:, ::-1]))
+
+    monkeypatch.setattr(reference, "linear_int", backward)
+    wrong, _ = gqa.reference().run(tokens)
+    assert cosine(wrong, right.astype(np.float64)).min() > 0.999
+    assert wrong.tobytes() != right.tobytes()
+
+
+def test_the_comparison_sees_another_page_size(gqa: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    tokens = prompt(gqa.config.vocab, 80)
+    right, _ = gqa.reference().run(tokens)
+    monkeypatch.setattr(reference, "PAGE", 32)
+    wrong, _ = gqa.reference().run(tokens)
+    assert cosine(wrong, right.astype(np.float64)).min() > 0.999
+    assert wrong.tobytes() != right.tobytes()
+
+
+def test_linear_orders_and_bias_free_sums() -> None:
+    rng = np.random.default_rng(0)
+    x, w = rng.standard_normal((3, 300)).astype(np.float32), rng.standard_normal((5, 300)).astype(np.float32)
+    y = reference.linear_float(x, w)
+    np.testing.assert_allclose(y, x.astype(np.float64) @ w.T.astype(np.float64), rtol=1e-4, atol=1e-5)
+    blocks = [reference.linear_float(x[:, b : b + 128], w[:, b : b + 128]) for b in (0, 128, 256)]
+    assert y.tobytes() == ((blocks[0] + blocks[1]) + blocks[2]).tobytes()
