@@ -1,0 +1,3 @@
+from quaff.cli import main
+
+main()

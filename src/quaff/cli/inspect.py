@@ -1,0 +1,92 @@
+"""`quaff inspect`: what a model file holds and what it needs, without loading it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import TYPE_CHECKING, Any
+
+from quaff.cli.console import Bar, note, print_json
+from quaff.cli.options import Json, Model
+
+if TYPE_CHECKING:
+    from quaff.checkpoint import Checkpoint
+
+
+def inspect(model: Model, as_json: Json = False) -> None:
+    """Show what a model file holds: family, tensor types, sizes, memory needed."""
+    from quaff.checkpoint import open_checkpoint
+    from quaff.hub import resolve
+
+    with Bar(unit="bytes") as bar:
+        path = resolve(model, bar.step)
+    with open_checkpoint(path) as checkpoint:
+        report = describe(checkpoint)
+    if as_json:
+        print_json(report)
+        return
+    print_report(report)
+
+
+def describe(checkpoint: Checkpoint) -> dict[str, Any]:
+    """The report of one file as JSON values. A model we cannot run is described as far as its file can be read, with the reason."""
+    from quaff.errors import QuaffError
+    from quaff.graph.builder import build_graph
+    from quaff.measure.memory import memory_need, parameters
+    from quaff.models import family
+
+    tensors = {name: (view.shape, view.ggml_type) for name, view in checkpoint.tensors.items()}
+    counts, sizes = Counter[str](), Counter[str]()
+    for view in checkpoint.tensors.values():
+        counts[view.type_name] += 1
+        sizes[view.type_name] += view.nbytes
+    metadata = checkpoint.metadata
+    report: dict[str, Any] = {
+        "path": str(checkpoint.path),
+        "file_bytes": checkpoint.file_bytes,
+        "architecture": checkpoint.architecture,
+        "name": metadata.get("general.name"),
+        "supported": True,
+        "reason": None,
+        "parameters": parameters(tensors),
+        "tensor_types": {kind: {"tensors": counts[kind], "bytes": sizes[kind]} for kind in sorted(sizes, key=lambda k: -sizes[k])},
+        "context_length": metadata.get(f"{checkpoint.architecture}.context_length"),
+        "layers": metadata.get(f"{checkpoint.architecture}.block_count"),
+        "tokenizer": {"model": metadata.get("tokenizer.ggml.model"), "pre": metadata.get("tokenizer.ggml.pre")},
+        "vocabulary": len(metadata.get("tokenizer.ggml.tokens", ())),
+        "chat_template": "tokenizer.chat_template" in metadata,
+        "memory": None,
+    }
+    try:
+        known = family(checkpoint.architecture)
+        graph = build_graph(known.config(metadata, tensors), known, tensors)
+        report["memory"] = memory_need(graph, tensors).as_dict()
+    except QuaffError as error:
+        report["supported"], report["reason"] = False, str(error)
+    return report
+
+
+def print_report(report: dict[str, Any]) -> None:
+    from quaff.errors import one_line
+    from quaff.weights.budget import human_bytes
+
+    def row(label: str, text: str) -> None:
+        print(f"{label:<16}{one_line(text)}")
+
+    row("file", f"{report['path']} ({human_bytes(report['file_bytes'])})")
+    row("family", report["architecture"] + ("" if report["supported"] else "  (not supported)"))
+    if report["name"]:
+        row("name", str(report["name"]))
+    row("parameters", f"{report['parameters']:,}")
+    row("layers", str(report["layers"] if report["layers"] is not None else "not stated"))
+    row("context", f"{report['context_length']:,} tokens" if isinstance(report["context_length"], int) else "not stated")
+    tokenizer = report["tokenizer"]
+    row("tokenizer", f"{tokenizer['model'] or 'none'} {tokenizer['pre'] or ''}, {report['vocabulary']:,} tokens".replace(" ,", ","))
+    row("chat template", "yes" if report["chat_template"] else "no")
+    for i, (kind, held) in enumerate(report["tensor_types"].items()):
+        row("" if i else "tensors", f"{kind:<7}{held['tensors']:>5} tensors {human_bytes(held['bytes']):>11}")
+    need = report["memory"]
+    if need:
+        row("memory", f"weights {human_bytes(need['weight_bytes'])}, KV {human_bytes(need['kv_bytes_per_1024_tokens'])} per 1,024 tokens,")
+        row("", f"scratch {human_bytes(need['scratch_bytes'])} with chunks of {need['chunk']} rows")
+    else:
+        note(f"not supported: {report['reason']}")
