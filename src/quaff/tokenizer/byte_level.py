@@ -7,7 +7,7 @@ from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel, Sequence, Split
 
 from quaff.errors import PromptError
-from quaff.tokenizer.pretokenizers import PreTokenizer
+from quaff.tokenizer.pretokenizers import PreTokenizer, engine_pattern
 from quaff.tokenizer.vocabulary import Vocabulary
 
 
@@ -28,7 +28,7 @@ class ByteLevelEncoder:
         for character in byte_characters():
             ids.setdefault(character, len(ids))
         self._tokenizer = Tokenizer(BPE(ids, merges, ignore_merges=rule.ignore_merges))
-        splits = [Split(Regex(pattern), "isolated") for pattern in rule.patterns]
+        splits = [Split(Regex(engine_pattern(pattern)), "isolated") for pattern in rule.patterns]
         self._tokenizer.pre_tokenizer = Sequence([*splits, ByteLevel(add_prefix_space=False, use_regex=False)])
         self._has_gaps = len(ids) > self._count
 

@@ -82,8 +82,11 @@ class _Environment(ImmutableSandboxedEnvironment):
 
     def prepare(self, tree: nodes.Template) -> nodes.Template:
         """`tree` with the counter at the start of every loop and macro body, and a size check around every `~`."""
-        for block in (*tree.find_all(nodes.For), *tree.find_all(nodes.Macro), *tree.find_all(nodes.CallBlock)):
-            block.body.insert(0, nodes.Output([_method("step", [])]))
+        bodies = [loop.body for loop in tree.find_all(nodes.For)]
+        bodies += [macro.body for macro in tree.find_all(nodes.Macro)]
+        bodies += [call.body for call in tree.find_all(nodes.CallBlock)]
+        for body in bodies:
+            body.insert(0, nodes.Output([_method("step", [])]))
         _replace_concatenations(tree)
         return tree
 

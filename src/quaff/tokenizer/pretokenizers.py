@@ -6,6 +6,7 @@ an expression differs from the expression itself, the reading is written down: t
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 from quaff.errors import UnsupportedError, quote
@@ -22,6 +23,21 @@ class PreTokenizer:
     patterns: tuple[str, ...]
     ignore_merges: bool = False
     add_bos: bool = False
+
+
+# The code points that Unicode 16 added: llama.cpp's tables are those of Unicode 15.1, the engine's may be newer.
+_NEWER = (
+    "897 1b4e-1b4f 1b7f 1c89-1c8a 2427-2429 31e4-31e5 a7cb-a7cd a7da-a7dc 105c0-105f3 10d40-10d65 10d69-10d85 10d8e-10d8f "
+    "10ec2-10ec4 10efc 11380-11389 1138b 1138e 11390-113b5 113b7-113c0 113c2 113c5 113c7-113ca 113cc-113d5 113d7-113d8 "
+    "113e1-113e2 116d0-116e3 11bc0-11be1 11bf0-11bf9 11f5a 13460-143fa 16100-16139 16d40-16d79 18cff 1cc00-1ccf9 1cd00-1ceb3 "
+    "1e5d0-1e5fa 1e5ff 1f8b2-1f8bb 1f8c0-1f8c1 1fa89 1fa8f 1fabe 1fac6 1fadc 1fadf 1fae9 1fbcb-1fbef"
+)
+_NOT_NEWER = "[^" + re.sub(r"\w+", r"\\x{\g<0>}", _NEWER).replace(" ", "") + "]"
+
+
+def engine_pattern(pattern: str) -> str:
+    """A pattern of `PreTokenizer` as the regular expression engine gets it, with llama.cpp's view of the Unicode categories."""
+    return re.sub(r"\\p\{\w\}", lambda category: f"[{category[0]}&&{_NOT_NEWER}]", pattern)
 
 
 _CONTRACTION = r"(?:'[sS]|'[tT]|'[rR][eE]|'[vV][eE]|'[mM]|'[lL][lL]|'[dD])"
@@ -47,15 +63,14 @@ _TEKKEN = _cased(r"\p{L}", "") + rf"|\p{{N}}|{_MARKS_SLASH}|{_SPACE}"
 _GPT4O = _cased(r"\p{L}", _CONTRACTION + "?") + rf"|\p{{N}}{{1,3}}|{_MARKS_SLASH}|{_SPACE}"
 _GRANITE_MULTILINGUAL = _cased(r"\p{L}\p{M}", _CONTRACTION + "?") + rf"|\p{{N}}{{1,3}}|{_MARKS_SLASH}|{_SPACE}"
 
-# In llama.cpp the category S lacks the tilde, and the general categories Lu, Lt, Lm, Lo and Ll all mean "a letter".
-_SYMBOL = r"\p{S}&&[^~]"
 _PUNCTUATED = r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+"""
-_DEEPSEEK_WORD = rf"{_PUNCTUATED}|(?:(?![\r\n\p{{L}}\p{{P}}]|[{_SYMBOL}]).)?[\p{{L}}\p{{M}}]+| ?(?:\p{{P}}|[{_SYMBOL}])+"
+_DEEPSEEK_WORD = rf"{_PUNCTUATED}|[^\r\n\p{{L}}\p{{P}}\p{{S}}]?[\p{{L}}\p{{M}}]+| ?[\p{{P}}\p{{S}}]+"
 _DEEPSEEK_V3 = (
     r"\p{N}{1,3}",
     "[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+",
     rf"{_DEEPSEEK_WORD}[\r\n]*|{_SPACE}",
 )
+# In llama.cpp the categories Lu, Lt, Lm, Lo and Ll all mean "a letter".
 _ANY_LETTERS = r"[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]*[\p{L}\p{M}]+"
 _ANY_LETTERS_2 = r"[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+[\p{L}\p{M}]*"
 _ANY_CASE = rf"{_ANY_LETTERS}{_CONTRACTION}?|{_ANY_LETTERS_2}{_CONTRACTION}?"
