@@ -47,19 +47,24 @@ template <class V> QUAFF_INLINE typename V::F load_scale(const uint8_t* base, in
     return half ? V::load_f16(reinterpret_cast<const uint16_t*>(base) + at) : V::load(reinterpret_cast<const float*>(base) + at);
 }
 
-// Adds bias, then the residual, and stores one panel's values of one token. A panel that overhangs the last row takes the slow path.
-template <class V> QUAFF_INLINE void store_panel(const LinearArgs& a, int64_t token, int64_t panel, typename V::F value) {
-    const int64_t row = panel * kLanes, count = a.w->rows - row;
-    float* out = a.out + (a.row_map ? a.row_map[token] : token) * a.out_stride + row;
-    if (count >= kLanes) {
-        if (a.bias)
-            value = V::add(value, V::load(a.bias + row));
-        V::store(out, a.accumulate ? V::add(V::load(out), value) : value);
-    } else {
-        if (a.bias)
-            value = V::add(value, V::load_part(a.bias + row, count, 0.0f));
-        V::store_part(out, count, a.accumulate ? V::add(V::load_part(out, count, 0.0f), value) : value);
-    }
+// Adds bias, then the residual, and stores a tile's values [panel][token][16]. A panel that overhangs the last row takes the slow path.
+template <class V>
+[[gnu::noinline]] static void store_tile(const LinearArgs& a, int64_t panel, int panels, int64_t token, int tokens, const float* values) {
+    for (int64_t row = panel * kLanes; panels; panels--, row += kLanes)
+        for (int t = 0; t < tokens; t++, values += kLanes) {
+            typename V::F value = V::load(values);
+            const int64_t count = a.w->rows - row;
+            float* out = a.out + (a.row_map ? a.row_map[token + t] : token + t) * a.out_stride + row;
+            if (count >= kLanes) {
+                if (a.bias)
+                    value = V::add(value, V::load(a.bias + row));
+                V::store(out, a.accumulate ? V::add(V::load(out), value) : value);
+            } else {
+                if (a.bias)
+                    value = V::add(value, V::load_part(a.bias + row, count, 0.0f));
+                V::store_part(out, count, a.accumulate ? V::add(V::load_part(out, count, 0.0f), value) : value);
+            }
+        }
 }
 
 // R panels x T tokens over all groups. Tiles are inlined into the loop over panels: g++ keeps an array in registers only when the loops over it
@@ -139,11 +144,13 @@ QUAFF_INLINE void int_tile(const LinearArgs& a, const Panels& p, const Tokens& x
             }
         }
     }
+    alignas(64) float values[R * T * kLanes];
 #pragma GCC unroll 4
     for (int r = 0; r < R; r++)
 #pragma GCC unroll 8
         for (int t = 0; t < T; t++)
-            store_panel<V>(a, token + t, panel + r, acc[r][t]);
+            V::store(values + (r * T + t) * kLanes, acc[r][t]);
+    store_tile<V>(a, panel, R, token, T, values);
 }
 
 // `count` panels from `panel` on times T tokens: as many panels at once as the tile holds, the rest one by one.
@@ -159,8 +166,9 @@ template <class D, Source source, int G, int T>
     };
     for (; count >= R; step(R))
         int_tile<D, source, G, R, T>(a, p, x, panel, token);
-    for (; count; step(1))
-        int_tile<D, source, G, 1, T>(a, p, x, panel, token);
+    if constexpr (R > 1)
+        for (; count; step(1))
+            int_tile<D, source, G, 1, T>(a, p, x, panel, token);
 }
 
 template <class D, Source source, int G, int T = D::kTokens>
@@ -290,11 +298,13 @@ QUAFF_INLINE void float_tile(const LinearArgs& a, const uint8_t* data, int64_t p
             for (int t = 0; t < T; t++)
                 total[r][t] = V::add(total[r][t], acc[r][t]);
     }
+    alignas(64) float values[R * T * kLanes];
 #pragma GCC unroll 4
     for (int r = 0; r < R; r++)
 #pragma GCC unroll 8
         for (int t = 0; t < T; t++)
-            store_panel<V>(a, token + t, panel + r, total[r][t]);
+            V::store(values + (r * T + t) * kLanes, total[r][t]);
+    store_tile<V>(a, panel, R, token, T, values);
 }
 
 template <class D, Codes codes, int T = D::kFloatTokens>

@@ -1,0 +1,71 @@
+// Integer dots in plain C++ on the compiler's generic vectors: stored codes (0..255) and activations are widened to int16 pairs whose
+// products are added in int32.
+#pragma once
+#include "vec_scalar.h"
+
+namespace quaff::isa {
+
+struct DotScalar {
+    using V = VecScalar;
+    using Bytes = V::I; // a lane holds the 4 codes of one row
+    struct Table {
+        uint8_t value[16];
+    };
+    struct Split {
+        V::I even, odd; // codes 0 and 2, codes 1 and 3 of each row as two int16
+    };
+    template <bool wide> using Operand = Split;
+    template <bool wide> using Part = V::I;
+    static constexpr int32_t kWideOffset = 128;
+    static constexpr int kTokens = 2; // the software fma is most of the work; two tokens share the widening
+    static constexpr int panels(int) { return 1; }
+    static constexpr int kFloatTokens = 2, kFloatPanels = 1;
+
+    QUAFF_INLINE static Bytes load(const uint8_t* p) {
+        Bytes x;
+        __builtin_memcpy(&x, p, sizeof x);
+        return x;
+    }
+    QUAFF_INLINE static void store(uint8_t* p, Bytes x) { __builtin_memcpy(p, &x, sizeof x); }
+    QUAFF_INLINE static Bytes low(Bytes x) { return V::iand(x, V::iset(0x0f0f0f0f)); }
+    QUAFF_INLINE static Bytes high(Bytes x) { return low(V::template shru<4>(x)); }
+    QUAFF_INLINE static Table table(const int8_t* codebook) { // gives wide codes
+        Table t;
+        for (int i = 0; i < 16; i++)
+            t.value[i] = static_cast<uint8_t>(codebook[i] + 128);
+        return t;
+    }
+    QUAFF_INLINE static Bytes lookup(const Table& t, Bytes nibbles) {
+        uint8_t bytes[64];
+        store(bytes, nibbles);
+        for (uint8_t& byte : bytes)
+            byte = t.value[byte];
+        return load(bytes);
+    }
+
+    template <bool wide> QUAFF_INLINE static Operand<wide> operand(Bytes x) {
+        const V::I mask = V::iset(0x00ff00ff);
+        return {V::iand(x, mask), V::iand(V::template shru<8>(x), mask)};
+    }
+    template <bool wide> QUAFF_INLINE static Part<wide> begin(int32_t start) { return V::iset(start); }
+    template <bool wide> QUAFF_INLINE static void dot(Part<wide>& part, const Operand<wide>& w, const int8_t* q) {
+        part = V::iadd(part, V::iadd(pairs(w.even, q[0], q[2]), pairs(w.odd, q[1], q[3])));
+    }
+    template <bool wide> QUAFF_INLINE static V::I finish(Part<wide> part, int32_t) { return part; }
+
+private:
+    // Both int16 of a lane times x and y, added in int32.
+    QUAFF_INLINE static V::I pairs(V::I w, int32_t x, int32_t y) {
+        const V::I xy = V::iset(static_cast<int32_t>((static_cast<uint32_t>(y) << 16) | (static_cast<uint32_t>(x) & 0xffff)));
+        return {pairs(w.a, xy.a), pairs(w.b, xy.b), pairs(w.c, xy.c), pairs(w.d, xy.d)};
+    }
+    QUAFF_INLINE static V::I4 pairs(V::I4 w, V::I4 xy) {
+#if defined(__SSE2__)
+        return (V::I4)_mm_madd_epi16((__m128i)w, (__m128i)xy);
+#else
+        return (w & 0xffff) * (xy << 16 >> 16) + (w >> 16) * (xy >> 16); // w is never negative
+#endif
+    }
+};
+
+} // namespace quaff::isa
