@@ -161,13 +161,15 @@ void bind_step(nb::module_& m) {
 
     nb::class_<StepResult>(m, "StepResult")
         .def_ro("cells_done", &StepResult::cells_done)
-        .def_prop_ro("poisoned",
-                     [](const StepResult& r) {
-                         int32_t* out;
-                         auto array = new_array<int32_t>({r.poisoned.size()}, &out);
-                         std::copy(r.poisoned.begin(), r.poisoned.end(), out);
-                         return array;
-                     })
+        .def_prop_ro(
+            "poisoned",
+            [](const StepResult& r) {
+                int32_t* out;
+                auto array = new_array<int32_t>({r.poisoned.size()}, &out);
+                std::copy(r.poisoned.begin(), r.poisoned.end(), out);
+                return array;
+            },
+            nb::rv_policy::automatic) // the default of a property would tie the array to the result, but it owns its values
         .def_prop_ro("counters", [](const StepResult& r) {
             const Counters& c = r.counters;
             nb::dict d;
