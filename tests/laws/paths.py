@@ -1,0 +1,135 @@
+"""Runs token sequences along chosen paths and keeps every bit they leave: logits of every row, K and V of every position.
+
+Every step's native counters must equal the prediction for the order that was asked for, so a silent fallback to another path fails.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+from tests.tiny import CASES, Tiny
+
+from quaff import _native
+from quaff.batch import PAGE, Batch, Counters, Segment
+from quaff.cache.pages import PageCache
+from quaff.checkpoint import open_checkpoint
+from quaff.config import Activations
+from quaff.engine.runner import Runner
+from quaff.graph.builder import build_graph
+from quaff.graph.program import Graph
+from quaff.models import family
+from quaff.schedule import Cell, Order, predict
+from quaff.weights.budget import Accountant
+from quaff.weights.resident import ResidentWeights
+
+WHOLE = Order("chunk", 1 << 20)
+ISAS = [name for name in ("scalar", "avx2", "avx512") if name in _native.available_isas()]
+
+
+@dataclass
+class Trace:
+    """What a sequence left: logits [rows, vocab], and per KV kind [layers, heads, positions, 2, dim] f16 bits, positions in order."""
+
+    logits: list[NDArray[np.float32]] = field(default_factory=list)
+    kv: list[list[NDArray[np.uint16]]] = field(default_factory=list)
+
+    def bits(self) -> tuple[bytes, ...]:
+        kinds = [np.concatenate([step[k] for step in self.kv], axis=2) for k in range(len(self.kv[0]))]
+        return (np.concatenate(self.logits).tobytes(), *(kind.tobytes() for kind in kinds))
+
+    def difference(self, other: Trace) -> str:
+        """Where two traces part, for a message; empty when all bytes are equal."""
+        a, b = self.bits(), other.bits()
+        if a == b:
+            return ""
+        rows, expected = np.concatenate(self.logits), np.concatenate(other.logits)
+        if rows.shape != expected.shape:
+            return f"logits of shape {rows.shape}, expected {expected.shape}"
+        different = np.flatnonzero((rows.view(np.uint32) != expected.view(np.uint32)).any(axis=1))
+        return f"logits of rows {different[:5]} differ" if len(different) else "KV bytes differ"
+
+
+class Tinyrun:
+    """A tiny model with its runner, below the engine: steps are laid out by the test."""
+
+    def __init__(self, tiny: Tiny, path: Path, activations: Activations = "int8", fuse: bool = True, graph: Graph | None = None) -> None:
+        tiny.write(path)
+        with open_checkpoint(path) as checkpoint:
+            tensors = {name: (view.shape, view.ggml_type) for name, view in checkpoint.tensors.items()}
+            model_family = family(checkpoint.architecture)
+            config = model_family.config(checkpoint.metadata, tensors)
+            self.graph = graph or build_graph(config, model_family, tensors, activations, fuse)
+            accountant = Accountant()
+            self.weights = ResidentWeights(checkpoint, 1, accountant)
+        self.vocab = config.vocab
+        self.pools = [_native.PagePool(len(kind.layers), kind.kv_heads, kind.dim) for kind in self.graph.kv_kinds]
+        self.cache = PageCache(self.graph.kv_kinds, self.pools, accountant)
+        self.runner = Runner(self.graph, self.weights, self.pools, 1, accountant)
+        self.counters = Counters()
+
+    def use(self, isa: str | None = None, threads: int | None = None) -> None:
+        if isa is not None:
+            _native.set_isa(isa)
+            assert _native.isa() == isa
+        if threads is not None and threads != self.runner.threads:
+            self.runner.set_threads(threads)
+
+    def step(
+        self, rows: Sequence[tuple[int, Sequence[int]]], order: Order | Iterable[Cell], traces: Sequence[Trace], checked: bool = True
+    ) -> Counters:
+        """One native call for (sequence, its next tokens) pairs; logits of every row. Counters are checked against the prediction."""
+        segments = []
+        for sequence, tokens in rows:
+            start = self.cache.written(sequence)
+            self.cache.grow(sequence, start + len(tokens))
+            wanted = tuple(range(len(tokens)))
+            segments.append(Segment(sequence, start, np.array(tokens, dtype=np.int32), self.cache.tables(sequence), wanted))
+        batch = Batch(tuple(segments))
+        cells = list(order.cells(self.runner.grid(batch)) if isinstance(order, Order) else order)
+        result = self.runner.run(batch, order if isinstance(order, Order) else cells)
+        if checked:
+            expected = predict(self.runner.costs, batch.spans, [s.start for s in segments], cells)
+            assert result.counters == expected, f"counted {result.counters}, predicted {expected}"
+        assert result.finished == tuple(s.rows for s in segments)
+        assert not any(result.poisoned)
+        assert len(result.rows) == batch.rows
+        for segment, (begin, end), trace in zip(segments, batch.spans, traces, strict=True):
+            trace.logits.append(result.values[begin:end].copy())
+            trace.kv.append([self._kv(k, segment.tables[k], segment.start, end - begin) for k in range(len(self.pools))])
+            self.cache.commit(segment.sequence, segment.start + segment.rows)
+        self.counters += result.counters
+        return result.counters
+
+    def _kv(self, kind: int, table: NDArray[np.int32], start: int, rows: int) -> NDArray[np.uint16]:
+        """K and V of positions start .. start + rows - 1, [layers, heads, rows, 2, dim], read before any page is given back."""
+        k, first, last = self.graph.kv_kinds[kind], start // PAGE, (start + rows - 1) // PAGE
+        pages = np.stack([self.pools[kind].array(int(p)) for p in table[first : last + 1]])
+        shape = (len(pages), len(k.layers), k.kv_heads)
+        keys = pages[:, :, :, 0].reshape(*shape, k.dim, PAGE).transpose(1, 2, 0, 4, 3)
+        values = pages[:, :, :, 1].reshape(*shape, PAGE, k.dim).transpose(1, 2, 0, 3, 4)
+        both = np.stack([keys, values], axis=4).reshape(*shape[1:], len(pages) * PAGE, 2, k.dim)
+        return both[:, :, start - first * PAGE : start - first * PAGE + rows]
+
+    def read(self, tokens: Sequence[int], order: Order | Iterable[Cell] = WHOLE, cuts: Sequence[int] = (), checked: bool = True) -> Trace:
+        """The trace of a fresh sequence, in steps that end at `cuts`."""
+        trace, sequence = Trace(), self.cache.create()
+        for begin, end in pairs([0, *cuts, len(tokens)]):
+            self.step([(sequence, tokens[begin:end])], order, [trace], checked)
+        self.cache.free(sequence)
+        return trace
+
+
+def pairs(cuts: Sequence[int]) -> Iterator[tuple[int, int]]:
+    return ((a, b) for a, b in zip(cuts, cuts[1:], strict=False) if a < b)
+
+
+def prompt(vocab: int, length: int, seed: int = 0) -> list[int]:
+    return [int(t) for t in np.random.default_rng(seed).integers(0, vocab, length)]
+
+
+def tiny_run(name: str, folder: Path, activations: Activations = "int8", fuse: bool = True) -> Tinyrun:
+    return Tinyrun(CASES[name], folder / f"{name}.gguf", activations, fuse)

@@ -1,0 +1,99 @@
+"""Law: what a run costs is known before it runs, to the byte."""
+
+import numpy as np
+import pytest
+from tests.laws.paths import Tinyrun, prompt
+
+from quaff.batch import Batch, Counters, Segment
+from quaff.graph.program import OpKind
+from quaff.schedule import Order, predict
+
+LAYERED = ("mixer", "ffn")
+
+
+def run(model: Tinyrun, n: int, order: Order, logits: tuple[int, ...]) -> Counters:
+    sequence = model.cache.create()
+    model.cache.grow(sequence, n)
+    batch = Batch((Segment(sequence, 0, np.array(prompt(model.vocab, n), np.int32), model.cache.tables(sequence), logits),))
+    result = model.runner.run(batch, order)
+    assert result.counters == predict(model.runner.costs, batch.spans, (0,), order.cells(model.runner.grid(batch)))
+    assert result.values.shape == (len(logits), model.vocab)
+    model.cache.commit(sequence, n)
+    model.cache.free(sequence)
+    return result.counters
+
+
+def sizes(model: Tinyrun) -> tuple[int, int, int]:
+    """(weight bytes of the layers, of the last ffn, of the head), summed here from the weights themselves."""
+
+    def nbytes(stage: int) -> int:
+        spec = model.graph.stages[stage]
+        slots = [s for op in spec.program.ops if op.kind == OpKind.LINEAR for s in op.weights[: op.ints[0]]]
+        return sum(model.weights[spec.weights[s]].nbytes for s in slots)
+
+    stages = len(model.graph.stages)
+    return sum(nbytes(i) for i in range(1, stages - 1)), nbytes(stages - 2), nbytes(stages - 1)
+
+
+@pytest.mark.parametrize("chunk", [1, 16, 33, 100, 512])
+def test_weight_bytes_fall_by_exactly_the_number_of_chunks(model: Tinyrun, chunk: int) -> None:
+    n = 100
+    layers, last_ffn, head = sizes(model)
+    chunks = -(-n // chunk)
+    for logits, factor in (((), 0), (tuple(range(n)), 1)):
+        # Rows all wanted or none wanted: every stage that runs, runs for every chunk.
+        control = run(model, n, Order("token"), logits)
+        batched = run(model, n, Order("chunk", chunk), logits)
+        by_layer = run(model, n, Order("layer", chunk), logits)
+        assert control.weight_bytes_touched == n * (layers - (1 - factor) * last_ffn)
+        assert batched.weight_bytes_touched * n == control.weight_bytes_touched * chunks
+        assert batched.head_bytes_touched == factor * chunks * head
+        assert by_layer.head_bytes_touched == factor * head
+        assert by_layer.weight_bytes_touched <= batched.weight_bytes_touched
+        assert batched.macs == control.macs == by_layer.macs
+        assert batched.attention_macs == control.attention_macs == by_layer.attention_macs
+
+
+@pytest.mark.parametrize("order", [Order("token"), Order("chunk", 7), Order("layer", 20)])
+def test_last_ffn_and_head_run_only_for_rows_that_are_asked_for(model: Tinyrun, order: Order) -> None:
+    """Logits for every row (mlx-vlm 2119): the head's cost follows the rows asked for, not the prompt."""
+    n, (layers, last_ffn, head) = 50, sizes(model)
+    spent = run(model, n, order, (n - 1,))
+    passes = {"token": n, "chunk": -(-n // 7), "layer": 1}[order.name]
+    mixers = -(-n // 20) if order.name == "layer" else passes
+    mixer_bytes = sum(model.runner.costs[i].weight_bytes for i, s in enumerate(model.graph.stages) if s.kind == "mixer")
+    ffn_bytes = layers - mixer_bytes - last_ffn
+    assert spent.weight_bytes_touched == mixers * mixer_bytes + passes * ffn_bytes + last_ffn
+    assert (spent.head_rows, spent.head_bytes_touched) == (1, head)
+    dim, vocab = model.graph.config.dim, model.vocab
+    assert spent.head_macs == dim * vocab
+    assert spent.weight_bytes_loaded == 0
+
+
+def test_the_rest_of_the_formulas(model: Tinyrun) -> None:
+    n, c = 90, model.graph.config
+    spent = run(model, n, Order("chunk", 32), (n - 1,))
+    kv = sum(layer.attention.kv_heads * layer.attention.head_dim * 2 * 2 for layer in c.layers)
+    assert spent.kv_bytes_written == n * kv
+    attention = 0
+    for layer in c.layers:
+        a = layer.attention
+        visible = sum(min(i + 1, a.window) if a.window else i + 1 for i in range(n))
+        attention += visible * 2 * a.head_dim * a.heads
+    assert spent.attention_macs == attention
+    table = model.weights["token_embd.weight"]
+    assert spent.embedding_bytes_touched == sum(rows * table.nbytes // table.rows for rows in (32, 32, 26))
+    per_row = [s.macs_per_row for s in model.graph.stages if s.kind in LAYERED]
+    assert spent.macs == n * sum(per_row[:-1]) + per_row[-1]
+    launches = [s.launches for s in model.graph.stages]
+    assert spent.launches == 3 * sum(launches[:-2]) + launches[-2] + launches[-1]
+
+
+def test_a_wrong_prediction_is_noticed(model: Tinyrun) -> None:
+    """Negative control: counters of another order, of one more row, or of one more logit are not equal."""
+    n = 40
+    counted = run(model, n, Order("chunk", 8), (n - 1,))
+    assert counted != run(model, n, Order("chunk", 7), (n - 1,))
+    assert counted != run(model, n + 1, Order("chunk", 8), (n,))
+    assert counted != run(model, n, Order("chunk", 8), (n - 2, n - 1))
+    assert counted != run(model, n, Order("layer", 8), (n - 1,))

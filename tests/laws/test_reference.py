@@ -1,0 +1,72 @@
+"""Law: the native scalar path computes what the NumPy interpreter says, bit for bit; so do the others, by the law of test_isa.py."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from tests.laws.paths import Tinyrun, Trace, prompt, tiny_run
+from tests.tiny import CASES, read
+
+from quaff.graph.program import Graph, OpKind
+from quaff.graph.reference import Reference, ReferenceWeight, lower
+from quaff.schedule import Order
+
+LENGTH = 150
+
+
+def reference_weights(name: str, folder: Path, model: Tinyrun) -> dict[str, ReferenceWeight]:
+    """Lowered from the file's blocks by NumPy; types that the reference does not know come from the native codes."""
+    path = CASES[name].write(folder / f"{name}-reference.gguf")
+    _, shapes, data = read(path)
+    if name != "llama-k":
+        return {n: lower(t, data[n], s) for n, (s, t) in shapes.items()}
+    out = {}
+    for n, (shape, ggml_type) in shapes.items():
+        if len(shape) == 1:
+            out[n] = lower(ggml_type, data[n], shape)
+        else:
+            codes, scale, minimum = model.weights[n].codes()
+            out[n] = ReferenceWeight(codes=codes, scale=scale, min=minimum)
+    return out
+
+
+def reference_trace(graph: Graph, weights: dict[str, ReferenceWeight], tokens: list[int]) -> Trace:
+    logits, state = Reference(graph, weights).run(tokens)
+    kv = []
+    for k in range(len(graph.kv_kinds)):
+        keys, values = np.stack(state.keys[k]), np.stack(state.values[k])
+        both = np.stack([keys, values], axis=3).transpose(0, 2, 1, 3, 4)
+        kv.append(np.ascontiguousarray(both).view(np.uint16))
+    return Trace([logits], [kv])
+
+
+@pytest.mark.parametrize("activations", ["int8", "float32"])
+@pytest.mark.parametrize("name", list(CASES))
+def test_native_scalar_equals_the_reference(name: str, activations: str, folder: Path) -> None:
+    model = tiny_run(name, folder, activations)  # type: ignore[arg-type]
+    tokens = prompt(model.vocab, LENGTH, seed=8)
+    expected = reference_trace(model.graph, reference_weights(name, folder, model), tokens)
+    model.use("scalar", 2)
+    for order in (Order("chunk", LENGTH), Order("token"), Order("layer", 40)):
+        assert not model.read(tokens, order).difference(expected), f"{order}"
+
+
+def wider_mask(graph: Graph) -> Graph:
+    """Every window reaches one position further."""
+    stages = []
+    for stage in graph.stages:
+        ops = tuple(
+            replace(op, ints=(*op.ints[:5], op.ints[5] + 1)) if op.kind == OpKind.ATTEND and op.ints[5] else op for op in stage.program.ops
+        )
+        stages.append(replace(stage, program=replace(stage.program, ops=ops)))
+    return replace(graph, stages=tuple(stages))
+
+
+def test_a_mask_off_by_one_fails_the_comparison(models: dict[str, Tinyrun], folder: Path) -> None:
+    """Negative control: the reference sees one position more than the window allows."""
+    model = models["gemma3"]
+    tokens = prompt(model.vocab, 60, seed=8)
+    model.use("scalar")
+    wrong = reference_trace(wider_mask(model.graph), reference_weights("gemma3", folder, model), tokens)
+    assert "logits of rows [24 25 26 27 28]" in model.read(tokens).difference(wrong)
