@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
+from functools import wraps
 from threading import local
 from typing import Any, NoReturn
 
-from jinja2 import TemplateError, TemplateSyntaxError, nodes
+from jinja2 import Environment, TemplateError, TemplateSyntaxError, nodes
 from jinja2.exceptions import SecurityError
 from jinja2.ext import Extension
+from jinja2.nodes import EvalContext
 from jinja2.parser import Parser
 from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -21,10 +23,13 @@ from quaff.errors import CheckpointError, PromptError, one_line
 MAX_CHARACTERS = 1 << 24
 """Longest rendered prompt and longest string a template may build, in characters."""
 
-MAX_STEPS = 1_000_000
+MAX_STEPS = 200_000
 """Most loop passes and macro calls of one rendering: far more than a conversation of any context length needs."""
 
-_WIDE_FIELD = re.compile(r"%[^a-zA-Z%]*(\d{6,}|\*)")
+_MAX_WIDTH = 1000
+_WIDE_FIELD = re.compile(r"%[^a-zA-Z%]*(\d{4,}|\*)|\{[^{}]*:[^{}]*(\d{4,}|\{)")
+_SIZED_FILTERS = ("replace", "join", "format", "indent", "center", "wordwrap", "tojson", "batch", "slice", "truncate")
+_WIDTH_METHODS = ("center", "ljust", "rjust", "zfill", "expandtabs")
 
 
 class _Raised(TemplateError):
@@ -50,6 +55,9 @@ class _Environment(ImmutableSandboxedEnvironment):
         super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", _GenerationTag])
         self._state = local()
         self.filters["tojson"] = _to_json
+        for name in _SIZED_FILTERS:
+            self.filters[name] = _sized(name, self.filters[name])
+        del self.globals["lipsum"]
         self.globals |= {"raise_exception": _raise_exception, "strftime_now": _strftime_now}
 
     def start(self) -> None:
@@ -76,9 +84,17 @@ class _Environment(ImmutableSandboxedEnvironment):
             bits = left.bit_length() * right if operator == "**" else left.bit_length() + right.bit_length()
             if bits > 4096:
                 raise SecurityError("an integer of more than 4096 bits")
-        if operator == "%" and isinstance(left, str) and _WIDE_FIELD.search(left):
-            raise SecurityError("a format field of 100,000 characters or more, or of a width to be computed")
+        if operator == "%" and isinstance(left, str):
+            _check_size("format", [left, *(right if isinstance(right, tuple) else (right,))])
         return self.bounded(super().call_binop(context, operator, left, right))
+
+    def call(self, context: Context, target: Any, *arguments: Any, **named: Any) -> Any:
+        method = getattr(target, "__wrapped__", target)
+        text = getattr(method, "__self__", None)
+        if isinstance(text, str):
+            name, values = method.__name__, [text, *arguments, *named.values()]
+            _check_size(name, values[::-1] if name == "join" else values)
+        return self.bounded(super().call(context, target, *arguments, **named))
 
     def prepare(self, tree: nodes.Template) -> nodes.Template:
         """`tree` with the counter at the start of every loop and macro body, and a size check around every `~`."""
@@ -107,6 +123,41 @@ def _replace_concatenations(node: nodes.Node) -> None:
                     _replace_concatenations(item)
                     if isinstance(item, nodes.Concat):
                         value[index] = _method("bounded", [item])
+
+
+def _sized(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    """A filter whose result's size is estimated before it is built; `wraps` keeps Jinja's marks of what it passes first."""
+
+    @wraps(function)
+    def sized(*arguments: Any, **named: Any) -> Any:
+        values = [value for value in arguments if not isinstance(value, (Context, EvalContext, Environment))]
+        _check_size(name, [*values, *named.values()])
+        return function(*arguments, **named)
+
+    return sized
+
+
+def _check_size(name: str, values: list[Any]) -> None:
+    """Raises SecurityError if the string operation `name` on `values` would build more than MAX_CHARACTERS."""
+    first, rest = values[0], values[1:]
+    strings = [value for value in rest if isinstance(value, str)]
+    width = max((value for value in rest if isinstance(value, int)), default=0)
+    size = 0
+    if name in _WIDTH_METHODS or name in _SIZED_FILTERS:
+        if width > _MAX_WIDTH and name not in ("replace", "join", "format"):
+            raise SecurityError(f"a width of more than {_MAX_WIDTH}")
+        lines = first.count("\n") + first.count("\t") + 1 if isinstance(first, str) else 1
+        size = lines * max(width, len(strings[0]) if strings else 0)
+    if name == "replace" and isinstance(first, str) and len(strings) > 1:
+        size = first.count(strings[0]) * len(strings[1])
+    elif name == "join" and strings and hasattr(first, "__len__"):
+        size = len(first) * len(strings[0])
+    elif name == "format" and isinstance(first, str):
+        if _WIDE_FIELD.search(first):
+            raise SecurityError(f"a format field of more than {_MAX_WIDTH} characters")
+        size = (first.count("%") + first.count("{")) * max(map(len, strings), default=0)
+    if size > MAX_CHARACTERS:
+        raise SecurityError(f"a value longer than {MAX_CHARACTERS} characters")
 
 
 def _to_json(value: Any, ensure_ascii: bool = False, indent: int | None = None, separators: Any = None, sort_keys: bool = False) -> str:
