@@ -18,6 +18,7 @@ LN2_LO = np.float32(float.fromhex("0x1.7f7d1cp-20"))
 EXP_C = tuple(np.float32(float.fromhex(c)) for c in ("0x1.6d1610p-10", "0x1.121076p-7", "0x1.555516p-5", "0x1.5554d8p-3", "0x1p-1"))
 GELU_ROOT, GELU_CUBE = np.float32(0.7978845608), np.float32(0.044715)
 ONE, ZERO = np.float32(1), np.float32(0)
+F16_MAX = np.float32(65504)
 
 LANES = 16
 QUANT_GROUP = 32
@@ -42,15 +43,19 @@ def fma(a: F32 | np.float32, b: F32 | np.float32, c: F32 | np.float32) -> F32:
     return result
 
 
-def maximum(a: F32, b: F32) -> F32:
-    """Rule 5."""
+def maximum(a: F32 | np.float32, b: F32 | np.float32) -> F32:
+    """Rule 5: b where the two compare as neither, so the order of arguments matters for NaN."""
     return np.where(a > b, a, b)
+
+
+def minimum(a: F32 | np.float32, b: F32 | np.float32) -> F32:
+    """Rule 5."""
+    return np.where(a < b, a, b)
 
 
 def exp(x: F32) -> F32:
     """E(x) (rule 9)."""
-    x = np.where(x > EXP_MIN, x, EXP_MIN)
-    x = np.where(x < EXP_MAX, x, EXP_MAX)
+    x = minimum(EXP_MAX, maximum(EXP_MIN, x))
     n = np.rint(x * LOG2E)
     r = fma(n, -LN2_LO, fma(n, -LN2_HI, x))
     p: F32 = np.broadcast_to(EXP_C[0], r.shape)
@@ -159,6 +164,4 @@ def rope(x: F32, cos: F32, sin: F32, interleaved: bool) -> F32:
 
 def to_f16(x: F32) -> NDArray[np.float16]:
     """Rule 16: clamped to +-65504, then rounded to f16, nearest even."""
-    limit = np.float32(65504)
-    x = np.where(x > -limit, x, -limit)
-    return np.where(x < limit, x, limit).astype(np.float16)
+    return minimum(maximum(x, -F16_MAX), F16_MAX).astype(np.float16)

@@ -26,7 +26,7 @@ F64 = NDArray[np.float64]
 
 SQRT_HALF = float.fromhex("0x1.6a09e667f3bcdp-1")
 LOG2E = float.fromhex("0x1.71547652b82fep+0")
-# The high parts end in enough zero bits that n times them is exact for every n that occurs (|n| < 2^20).
+# High parts end in enough zero bits that n times them is exact for |n| < 2^20, that is positions up to 1.6 million.
 LN2_HI = float.fromhex("0x1.62e42feep-1")
 LN2_LO = float.fromhex("0x1.a39ef35793c76p-33")
 TWO_OVER_PI = float.fromhex("0x1.45f306dc9c883p-1")
