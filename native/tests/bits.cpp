@@ -1,0 +1,438 @@
+// Runs every kernel of an instruction set on inputs made by an integer generator and hashes what it wrote.
+//   bits            all sets of this machine: prints `kernel hash` once for all, exit status 1 where two sets differ or a control is not seen
+//   bits ISA        one set
+//   bits --broken   all sets, the last with a fold in another order: must exit with status 1
+#include "numerics.h"
+#include "runtime/dispatch.h"
+#include "runtime/sample.h"
+
+#include <algorithm>
+#include <bit>
+#include <cstdio>
+#include <cstring>
+#include <new>
+#include <string>
+#include <utility>
+#include <vector>
+
+using namespace quaff;
+
+namespace {
+
+// xorshift64*: integers only, so that inputs are the same everywhere.
+class Random {
+public:
+    explicit Random(uint64_t seed) : state_(seed * 0x9E3779B97F4A7C15u + 1) {}
+    uint32_t bits() {
+        state_ ^= state_ >> 12;
+        state_ ^= state_ << 25;
+        state_ ^= state_ >> 27;
+        return static_cast<uint32_t>((state_ * 0x2545F4914F6CDD1Du) >> 32);
+    }
+    int below(int n) { return static_cast<int>(bits() % static_cast<uint32_t>(n)); }
+    // Either sign, size 2^low to 2^high; now and then a zero, a denormal or a power of two.
+    float number(int low, int high) {
+        const uint32_t r = bits();
+        if (r % 64 == 0)
+            return std::bit_cast<float>(bits() & 0x80000000u);
+        if (r % 64 == 1)
+            return std::bit_cast<float>(bits() & 0x807fffffu);
+        const auto exponent = static_cast<uint32_t>(127 + low + below(high - low));
+        return std::bit_cast<float>((r & 0x80000000u) | exponent << 23 | (r % 64 == 2 ? 0 : bits() & 0x7fffff));
+    }
+
+private:
+    uint64_t state_;
+};
+
+template <class T> struct Aligned {
+    using value_type = T;
+    Aligned() = default;
+    template <class U> Aligned(const Aligned<U>&) {}
+    T* allocate(size_t n) { return static_cast<T*>(::operator new (n * sizeof(T), std::align_val_t{64})); }
+    void deallocate(T* p, size_t) { ::operator delete (p, std::align_val_t{64}); }
+    bool operator==(const Aligned&) const { return true; }
+};
+template <class T> using Buffer = std::vector<T, Aligned<T>>;
+
+Buffer<float> numbers(Random& random, int64_t n, int low, int high) {
+    Buffer<float> out(static_cast<size_t>(n));
+    for (float& x : out)
+        x = random.number(low, high);
+    return out;
+}
+
+class Hash { // FNV-1a
+public:
+    void bytes(const void* p, size_t n) {
+        for (const auto* b = static_cast<const unsigned char*>(p); n; --n, ++b)
+            value_ = (value_ ^ *b) * 0x100000001b3u;
+    }
+    template <class T> void values(const T& list) { bytes(list.data(), list.size() * sizeof(list[0])); }
+    void one(float x) { bytes(&x, sizeof x); }
+    uint64_t value() const { return value_; }
+
+private:
+    uint64_t value_ = 0xcbf29ce484222325u;
+};
+
+struct Line {
+    std::string kernel;
+    uint64_t hash;
+    bool operator==(const Line&) const = default;
+};
+using Lines = std::vector<Line>;
+
+constexpr int64_t kLengths[] = {1, 2, 15, 16, 17, 31, 33, 64, 100, 576, 1001};
+
+void row_kernels(const KernelTable& k, Lines& lines) {
+    Hash norm, silu, gelu, add, scale, top, prob, sum, exp, sigmoid, tanh;
+    for (const int64_t n : kLengths) {
+        Random random(static_cast<uint64_t>(n));
+        const auto x = numbers(random, n, -8, 6), w = numbers(random, n, -4, 3), wide = numbers(random, n, -30, 8);
+        Buffer<float> y(static_cast<size_t>(n));
+        norm.one(k.rms_norm(x.data(), w.data(), 0x1p-17f, n, y.data()));
+        norm.values(y);
+        k.swiglu(x.data(), w.data(), y.data(), n);
+        silu.values(y);
+        k.geglu_tanh(x.data(), w.data(), y.data(), n);
+        gelu.values(y);
+        k.add(y.data(), wide.data(), n);
+        add.values(y);
+        k.scale(y.data(), 0x1.b6db6ep+3f, n);
+        scale.values(y);
+        const float m = k.row_max(wide.data(), n);
+        top.one(m);
+        k.probabilities(wide.data(), m, y.data(), n);
+        prob.values(y);
+        sum.one(k.sum16(wide.data(), n));
+        k.exp_row(wide.data(), y.data(), n);
+        exp.values(y);
+        k.sigmoid_row(wide.data(), y.data(), n);
+        sigmoid.values(y);
+        k.tanh_row(wide.data(), y.data(), n);
+        tanh.values(y);
+    }
+    const std::pair<const char*, const Hash*> all[] = {
+        {"rms_norm", &norm}, {"swiglu", &silu},         {"geglu_tanh", &gelu},    {"add", &add},
+        {"scale", &scale},   {"row_max", &top},         {"probabilities", &prob}, {"sum16", &sum},
+        {"exp_row", &exp},   {"sigmoid_row", &sigmoid}, {"tanh_row", &tanh}};
+    for (const auto& [name, hash] : all)
+        lines.push_back({name, hash->value()});
+}
+
+void rope(const KernelTable& k, Lines& lines) {
+    Hash hash;
+    for (const int64_t half : {1, 5, 8, 16, 20, 32, 48, 64, 128})
+        for (const bool interleaved : {false, true}) {
+            Random random(static_cast<uint64_t>(half));
+            const int64_t heads = 3, dim = 2 * half + (half % 3 ? 16 : 0);
+            auto x = numbers(random, heads * dim, -6, 4);
+            const auto cs = numbers(random, 2 * half, -5, 0);
+            k.rope(x.data(), cs.data(), heads, dim, half, interleaved);
+            hash.values(x);
+        }
+    lines.push_back({"rope", hash.value()});
+}
+
+struct Quantised {
+    Buffer<int8_t> q;
+    Buffer<float> scale;
+    Buffer<int32_t> sum32, sum16;
+    QuantRows rows;
+    Quantised(const KernelTable& k, const Buffer<float>& x, int64_t count, int64_t n) {
+        const int64_t groups = n / kQuantGroup, stride = groups + 3;
+        q.resize(static_cast<size_t>(count * (n + 64)));
+        scale.resize(static_cast<size_t>(count * stride));
+        sum32.resize(scale.size());
+        sum16.resize(2 * scale.size());
+        rows = {q.data(), scale.data(), sum32.data(), sum16.data(), n + 64, stride};
+        for (int64_t t = 0; t < count; ++t)
+            k.quantize_row(x.data() + t * n, n, q.data() + t * rows.q_stride, scale.data() + t * stride, sum32.data() + t * stride,
+                           sum16.data() + 2 * t * stride);
+    }
+};
+
+void quantize(const KernelTable& k, Lines& lines) {
+    Hash hash;
+    for (const int64_t n : {32, 64, 96, 576, 1024}) {
+        Random random(static_cast<uint64_t>(n));
+        auto x = numbers(random, 4 * n, -20, 5);
+        std::fill_n(x.begin(), 32, 0x1p-65f); // below the least amax that has a scale
+        std::fill_n(x.begin() + n, 32, 0x1p-64f);
+        const Quantised q(k, x, 4, n);
+        hash.values(q.q);
+        hash.values(q.scale);
+        hash.values(q.sum32);
+        hash.values(q.sum16);
+    }
+    lines.push_back({"quantize_row", hash.value()});
+}
+
+// Pages filled by kv_write, hidden positions too; then rows at mixed positions in tiles of every size the set allows.
+void attention(const KernelTable& k, Lines& lines) {
+    Hash pages_hash, hash;
+    for (const int32_t dim : {16, 48, 64, 80, 128, 256}) {
+        Random random(static_cast<uint64_t>(dim));
+        constexpr int kPages = 4, kRows = 29, kEnd = kPages * kPage;
+        const auto page_size = static_cast<size_t>(2 * kPage * dim);
+        Buffer<uint16_t> memory(kPages * page_size);
+        const uint16_t* pages[kPages];
+        for (int position = 0; position < kEnd; ++position) {
+            const auto kv = numbers(random, 2 * dim, -18, position % 37 ? 2 : 18); // f16 denormals, and now and then clamped values
+            uint16_t* page = memory.data() + static_cast<size_t>(position / kPage) * page_size;
+            pages[position / kPage] = page;
+            k.kv_write(kv.data(), kv.data() + dim, page, page + kPage * dim, dim, position % kPage);
+        }
+        pages_hash.values(memory);
+        const auto q = numbers(random, kRows * dim, -6, 2);
+        Buffer<float> out(q.size()), scratch(attend_scratch_floats(dim, k.attend_tile));
+        for (const int32_t window : {0, 1, 7, 64, 100})
+            for (const float cap : {0.0f, 3.0f})
+                for (int order = 0; order < 3; ++order) { // ascending, scattered, all at the last position
+                    for (int begin = 0, size = 1; begin < kRows; begin += size, size = size % k.attend_tile + 1) {
+                        const float* queries[64];
+                        float* results[64];
+                        int32_t positions[64];
+                        AttendArgs a{};
+                        for (; a.count < size && begin + a.count < kRows; ++a.count) {
+                            const int row = begin + a.count;
+                            queries[a.count] = q.data() + row * dim;
+                            results[a.count] = out.data() + row * dim;
+                            positions[a.count] = order == 0 ? 50 + row : order == 1 ? row * 89 % kEnd : kEnd - 1;
+                        }
+                        a.q = queries;
+                        a.out = results;
+                        a.position = positions;
+                        a.pages = pages;
+                        a.dim = dim;
+                        a.window = window;
+                        a.scale = 0x1.6a09e6p-3f;
+                        a.cap = cap;
+                        a.scratch = scratch.data();
+                        k.attend(&a);
+                    }
+                    hash.values(out);
+                }
+    }
+    lines.push_back({"kv_write", pages_hash.value()});
+    lines.push_back({"attend", hash.value()});
+}
+
+struct Form {
+    const char* name;
+    Codes codes;
+    Scales scales;
+    bool has_min;
+    int32_t group, offset;
+    bool codebook;
+};
+constexpr Form kForms[] = {
+    {"nibble_offset", Codes::kNibble, Scales::kF16, false, 32, 8, false},
+    {"nibble_min", Codes::kNibble, Scales::kF16, true, 32, 0, false},
+    {"nibble_min_f32", Codes::kNibble, Scales::kF32, true, 32, 0, false},
+    {"nibble_codebook", Codes::kNibble, Scales::kF16, false, 32, 0, true},
+    {"byte", Codes::kByte, Scales::kF16, false, 32, 128, false},
+    {"byte_min", Codes::kByte, Scales::kF32, true, 32, 128, false},
+    {"byte_group16", Codes::kByte, Scales::kF32, false, 16, 128, false},
+    {"byte_group16_min", Codes::kByte, Scales::kF32, true, 16, 128, false},
+    {"f16", Codes::kF16, Scales::kNone, false, 0, 0, false},
+    {"bf16", Codes::kBF16, Scales::kNone, false, 0, 0, false},
+    {"f32", Codes::kF32, Scales::kNone, false, 0, 0, false},
+};
+alignas(16) constexpr int8_t kBook[16] = {-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113};
+
+uint16_t half_bits(Random& random) {
+    const uint32_t exponent = static_cast<uint32_t>(4 + random.below(6));
+    return static_cast<uint16_t>((random.bits() & 0x83ffu) | exponent << 10);
+}
+
+struct RandomWeight {
+    Buffer<uint8_t> data, scale, min;
+    Weight w{};
+    RandomWeight(const Form& form, int64_t rows, int64_t cols) {
+        Random random(static_cast<uint64_t>(rows * 4096 + cols));
+        const int64_t panels = (rows + kLanes - 1) / kLanes;
+        const int64_t code_bytes = form.codes == Codes::kNibble ? 8 : form.codes == Codes::kF32 ? 64 : form.codes == Codes::kByte ? 16 : 32;
+        w = {form.codes, form.scales, form.has_min, form.group, form.offset,       form.codebook ? kBook : nullptr,   rows,
+             cols,       nullptr,     nullptr,      nullptr,    cols * code_bytes, form.group ? cols / form.group : 0};
+        data.resize(static_cast<size_t>(panels * w.panel_bytes));
+        for (int64_t i = 0; i < static_cast<int64_t>(data.size()); ++i)
+            data[static_cast<size_t>(i)] = static_cast<uint8_t>(random.bits());
+        for (size_t i = 0; form.codes == Codes::kF16 && i < data.size(); i += 2)
+            put(data, i, half_bits(random));
+        for (size_t i = 0; form.codes == Codes::kBF16 && i < data.size(); i += 2)
+            put(data, i, static_cast<uint16_t>(std::bit_cast<uint32_t>(random.number(-9, -2)) >> 16));
+        for (size_t i = 0; form.codes == Codes::kF32 && i < data.size(); i += 4)
+            put(data, i, random.number(-9, -2));
+        fill(random, scale, panels * w.groups * kLanes);
+        fill(random, min, form.has_min ? panels * w.groups * kLanes : 0);
+        w.data = data.data();
+        w.scale = scale.data();
+        w.min = form.has_min ? min.data() : nullptr;
+    }
+
+private:
+    template <class T> static void put(Buffer<uint8_t>& to, size_t at, T value) { std::memcpy(&to[at], &value, sizeof value); }
+    void fill(Random& random, Buffer<uint8_t>& to, int64_t count) {
+        const size_t size = w.scales == Scales::kF16 ? 2 : 4;
+        to.resize(static_cast<size_t>(count) * size);
+        for (size_t i = 0; i < to.size(); i += size)
+            if (size == 2)
+                put(to, i, half_bits(random));
+            else
+                put(to, i, random.number(-12, -6));
+    }
+};
+
+void linear(const KernelTable& k, Lines& lines) {
+    for (const Form& form : kForms) {
+        Hash integer, floats;
+        for (const auto& [rows, cols] : {std::pair<int64_t, int64_t>{1, 32}, {16, 64}, {17, 96}, {47, 160}, {95, 576}, {128, 256}}) {
+            const RandomWeight weight(form, rows, cols);
+            Buffer<uint8_t> scratch(linear_scratch_bytes(weight.w) + 64);
+            for (const int64_t tokens : {1, 2, 5, 6, 13}) {
+                Random random(static_cast<uint64_t>(tokens));
+                const auto x = numbers(random, tokens * cols, -8, 3), bias = numbers(random, rows, -6, 2);
+                const Quantised quantised(k, x, tokens, cols);
+                std::vector<int32_t> reversed;
+                for (int64_t t = tokens; t-- > 0;)
+                    reversed.push_back(static_cast<int32_t>(t));
+                for (int mode = 0; mode < 4; ++mode) { // with a bias, into a residual through a row map
+                    const bool whole = form.scales != Scales::kNone;
+                    for (const bool use_int : {true, false}) {
+                        if (use_int && !whole)
+                            continue;
+                        auto out = numbers(random, tokens * (rows + 5), -3, 3);
+                        LinearArgs a{};
+                        a.w = &weight.w;
+                        a.rows = tokens;
+                        a.x = &quantised.rows;
+                        a.xf = x.data();
+                        a.xf_stride = cols;
+                        a.bias = mode & 1 ? bias.data() : nullptr;
+                        a.out = out.data();
+                        a.out_stride = rows + 5;
+                        a.accumulate = (mode & 2) != 0;
+                        a.row_map = mode & 2 ? reversed.data() : nullptr;
+                        const int64_t panels = panel_count(weight.w);
+                        for (int64_t p = 0; p < panels; p += k.panels_per_unit)
+                            (use_int ? k.linear_int : k.linear_float)(&a, p, std::min<int64_t>(p + k.panels_per_unit, panels),
+                                                                      scratch.data());
+                        (use_int ? integer : floats).values(out);
+                    }
+                }
+            }
+        }
+        if (form.scales != Scales::kNone)
+            lines.push_back({std::string("linear_int_") + form.name, integer.value()});
+        lines.push_back({std::string("linear_float_") + form.name, floats.value()});
+    }
+}
+
+void sampling(const KernelTable& k, Lines& lines) {
+    Hash chosen, prices;
+    for (const int64_t vocab : {1, 17, 300, 9001}) {
+        Random random(static_cast<uint64_t>(vocab));
+        const auto x = numbers(random, vocab, -4, 4);
+        std::vector<int32_t> ids(20);
+        for (int32_t& id : ids)
+            id = random.below(static_cast<int>(vocab));
+        std::vector<double> out(ids.size());
+        log_probabilities(k, x.data(), vocab, ids.data(), 20, out.data());
+        prices.values(out);
+        const SampleOptions all[] = {{},
+                                     {.temperature = 1},
+                                     {.temperature = 0.7f, .top_k = 9, .top_p = 0.9},
+                                     {.temperature = 2, .min_p = 0.01},
+                                     {.temperature = 1, .top_p = 0.5, .repetition_penalty = 1.3f}};
+        for (SampleOptions o : all)
+            for (o.position = 0; o.position < 25; ++o.position) {
+                o.seed = 0x123456789u + o.position % 3;
+                o.choice = o.position % 2;
+                const int64_t id = sample_token(k, x.data(), vocab, o, ids.data(), 20);
+                chosen.bytes(&id, sizeof id);
+            }
+    }
+    lines.push_back({"sample", chosen.value()});
+    lines.push_back({"logprobs", prices.value()});
+}
+
+Lines run(const KernelTable& k) {
+    Lines lines;
+    row_kernels(k, lines);
+    rope(k, lines);
+    quantize(k, lines);
+    attention(k, lines);
+    linear(k, lines);
+    sampling(k, lines);
+    if (k.spin_int8(10) <= 0 || k.spin_fma(10) <= 0) // no output to hash: they must run
+        lines.push_back({"spin", 0});
+    Hash total;
+    for (const Line& line : lines)
+        total.bytes(&line.hash, sizeof line.hash);
+    lines.push_back({"total", total.value()});
+    return lines;
+}
+
+// The negative control: right to a few ulp, but added up from left to right.
+KernelTable broken(KernelTable k) {
+    k.sum16 = [](const float* x, int64_t n) {
+        float sum = 0;
+        for (int64_t i = 0; i < n; ++i)
+            sum += x[i];
+        return sum;
+    };
+    return k;
+}
+
+void print(const Lines& lines) {
+    for (const Line& line : lines)
+        std::printf("%-32s %016llx\n", line.kernel.c_str(), static_cast<unsigned long long>(line.hash));
+}
+
+int compare(const Lines& want, const Lines& have, const std::string& first, const std::string& isa) {
+    int different = 0;
+    for (size_t i = 0; i < want.size(); ++i)
+        if (i >= have.size() || !(want[i] == have[i])) {
+            std::fprintf(stderr, "%s: %s differs from %s\n", want[i].kernel.c_str(), isa.c_str(), first.c_str());
+            ++different;
+        }
+    return different;
+}
+
+const KernelTable& table(const std::string& isa) {
+    set_isa(isa);
+    return kernels();
+}
+
+} // namespace
+
+int main(int argc, char** argv) {
+    const std::string what = argc > 1 ? argv[1] : "all";
+    const std::vector<std::string> sets = available_isas();
+    if (what != "all" && what != "--broken") {
+        if (std::find(sets.begin(), sets.end(), what) == sets.end()) {
+            std::fprintf(stderr, "this machine does not run '%s'\n", what.c_str());
+            return 2;
+        }
+        print(run(table(what)));
+        return 0;
+    }
+    const Lines first = run(table(sets[0]));
+    int different = 0;
+    for (size_t i = 1; i < sets.size(); ++i) {
+        const KernelTable& k = table(sets[i]);
+        different += compare(first, run(what == "--broken" && i + 1 == sets.size() ? broken(k) : k), sets[0], sets[i]);
+    }
+    print(first);
+    if (what == "all" && run(broken(table(sets.back()))) == first) {
+        std::fprintf(stderr, "the control, a fold in another order, was not seen\n");
+        ++different;
+    }
+    std::string names;
+    for (const std::string& s : sets)
+        names += " " + s;
+    std::fprintf(stderr, "%zu hashes on%s: %s\n", first.size(), names.c_str(), different ? "DIFFERENT" : "equal");
+    return different != 0;
+}
