@@ -32,4 +32,5 @@ def test_functions(isa: str) -> None:
     for native, own in ((_native.exp_row, arithmetic.exp), (_native.sigmoid_row, arithmetic.sigmoid), (_native.tanh_row, arithmetic.tanh)):
         assert native(x).tobytes() == own(x).tobytes()
     # The control: NumPy's own exp is another function.
+    x = x[np.abs(x) < 80]
     assert _native.exp_row(x).tobytes() != np.exp(x).tobytes()
