@@ -320,6 +320,11 @@ def bad_utf8_in_array(m: Model) -> None:
     m.put("tokenizer.ggml.merges", ARRAY, array(STRING, [text(b"a b"), text(b"\xc3\x28")]))
 
 
+@damage("open", r"entry 0 of metadata 'tokenizer\.ggml\.tokens' is not valid UTF-8")
+def bad_utf8_in_token(m: Model) -> None:
+    m.put("tokenizer.ggml.tokens", ARRAY, array(STRING, [text(b"\xed\xb3\xa5")]))
+
+
 @damage("open", "claims 2305843009213693952 numbers")
 def huge_number_array(m: Model) -> None:
     m.put("general.numbers", ARRAY, u32(U64) + u64(2**61) + bytes(64))
@@ -531,7 +536,7 @@ _metadata("rope-base-of-zero", "rope", "<a>.rope.freq_base", F32, f32(0.0))
 _metadata("odd-rope-width", "rope", "<a>.rope.dimension_count", U32, u32(7))
 _metadata("rope-wider-than-head", "rope", "<a>.rope.dimension_count", U32, u32(254))
 _metadata("unknown-rope-scaling", "rope", "<a>.rope.scaling.type", STRING, text(b"spiral"))
-_metadata("experts", "experts", "<a>.expert_count", U32, u32(8))
+_metadata("experts", "expert", "<a>.expert_count", U32, u32(8))
 _metadata("unknown-hyperparameter", "is not known", "<a>.attention.sideways", BOOL, b"\x01")
 _metadata("vocabulary-of-another-size", "vocab", "<a>.vocab_size", U32, u32(2**31))
 _metadata("vocabulary-with-too-few-tokens", "token", "tokenizer.ggml.tokens", ARRAY, array(STRING, [text(b"a"), text(b"b")]))

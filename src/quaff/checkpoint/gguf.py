@@ -1,7 +1,8 @@
 """A strict reader of GGUF versions 2 and 3 (little-endian).
 
 The header (counts, metadata, tensor table) is read by ordinary reads, so a file that is cut short meanwhile gives an error; only
-tensor data are mapped. Every count and length is compared with the bytes that are left before anything of that size is made.
+tensor data are mapped. Every count and length is compared with the bytes that are left before anything of that size is made. All text is
+UTF-8, tokens too: the vocabularies we support write a token that is not text in letters (byte-level) or as <0xNN> (SentencePiece).
 Format: the GGUF specification in the ggml repository, docs/gguf.md.
 """
 
@@ -44,9 +45,6 @@ _NUMBERS: dict[int, tuple[struct.Struct, np.dtype[Any]]] = {
     12: (struct.Struct("<d"), np.dtype("<f8")),
 }
 _UINT32 = 4
-
-# Vocabularies may hold tokens that are raw bytes; these survive as lone surrogates (encode with "surrogateescape" to get them back).
-_RAW_BYTES_KEYS = frozenset({"tokenizer.ggml.tokens"})
 
 _NOT_MODELS = {"adapter": "a LoRA adapter", "mmproj": "a vision or audio projector", "imatrix": "an importance matrix"}
 
@@ -109,7 +107,7 @@ class _Header:
             self.damaged(f"{self.where} claims {n} {what}, more than the {left} bytes that are left can hold{_unfinished(n * smallest)}")
         return n
 
-    def string(self, errors: str = "strict", limit: int | None = None) -> str:
+    def string(self, limit: int | None = None) -> str:
         n = self.count("bytes of text", 1)
         if limit is not None and not 0 < n <= limit:
             self.damaged(f"{self.where} is {n} bytes long; 1 to {limit} are allowed")
@@ -117,12 +115,12 @@ class _Header:
         raw = bytes(self._buffer[self.at : self.at + n])
         self.at += n
         try:
-            return raw.decode("utf-8", errors)
+            return raw.decode()
         except UnicodeDecodeError as error:
             seen = quote(raw.decode("utf-8", "replace"), 40)
             self.damaged(f"{self.where} is not valid UTF-8 ({error.reason} at byte {error.start} of {seen})")
 
-    def strings(self, n: int, errors: str) -> list[str]:
+    def strings(self, n: int) -> list[str]:
         # A plain loop over local names: a vocabulary has 10^5 to 10^6 entries.
         buffer, unpack, fill = self._buffer, _U64.unpack_from, self._fill
         at, have = self.at, len(self._buffer)
@@ -139,7 +137,7 @@ class _Header:
                 if end > have:
                     fill(end)
                     have = len(buffer)
-                append(buffer[at:end].decode("utf-8", errors))
+                append(buffer[at:end].decode())
                 at = end
         except UnicodeDecodeError as error:
             self.damaged(f"entry {len(out)} of {self.where} is not valid UTF-8 ({error.reason} at byte {error.start})")
@@ -152,7 +150,7 @@ class _Header:
             raise UnsupportedError(f"metadata {quote(key)} is an array of arrays; arrays of numbers, booleans and strings are supported")
         if kind == _STRING:
             n = self.count("strings", _U64.size)
-            return self.strings(n, "surrogateescape" if key in _RAW_BYTES_KEYS else "strict")
+            return self.strings(n)
         dtype = np.dtype("<u1") if kind == _BOOL else _NUMBERS[kind][1] if kind in _NUMBERS else None
         if dtype is None:
             self.damaged(f"metadata {quote(key)} is an array of value type {kind}, which does not exist")
