@@ -56,8 +56,12 @@ class Trace:
 class Tinyrun:
     """A tiny model with its runner, below the engine: steps are laid out by the test."""
 
-    def __init__(self, tiny: Tiny, path: Path, activations: Activations = "int8", fuse: bool = True, graph: Graph | None = None) -> None:
-        tiny.write(path)
+    def __init__(
+        self, tiny: Tiny | None, path: Path, activations: Activations = "int8", fuse: bool = True, graph: Graph | None = None
+    ) -> None:
+        """Write `tiny` to `path` (None: the file is there) and load it, packed by our own reader."""
+        if tiny is not None:
+            tiny.write(path)
         with open_checkpoint(path) as checkpoint:
             tensors = {name: (view.shape, view.ggml_type) for name, view in checkpoint.tensors.items()}
             model_family = family(checkpoint.architecture)

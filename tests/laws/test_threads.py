@@ -1,12 +1,15 @@
-"""Law: the number of threads never shows, and a thread that inherits flush-to-zero or another rounding changes nothing."""
+"""Law: the number of threads never shows, nor the rounding mode that threads inherit."""
 
+import ctypes
+import ctypes.util
+import platform
 from pathlib import Path
 
-import numpy as np
 import pytest
 from tests.laws.paths import ISAS, Tinyrun, prompt
 from tests.tiny import CASES
 
+from quaff.checkpoint import open_checkpoint
 from quaff.schedule import Order
 
 ORDERS = [Order("token"), Order("chunk", 1), Order("chunk", 33), Order("layer", 50), Order("chunk", 200)]
@@ -32,23 +35,38 @@ def test_repeated_runs_are_equal(models: dict[str, Tinyrun], isa: str) -> None:
     assert all(not model.read(tokens, Order("chunk", 40)).difference(first) for _ in range(20))
 
 
-def test_one_changed_weight_fails_the_comparison(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Negative control: one bit of one value of a norm, as a worker that computes another sum would leave it."""
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="FE_UPWARD has another number on other processors")
+@pytest.mark.parametrize("threads", [1, 2])
+def test_inherited_rounding_never_shows(models: dict[str, Tinyrun], threads: int) -> None:
+    """NUMERICS 3: a host program that rounds upward, in the thread that calls and in those that start meanwhile."""
+    libm, upward = ctypes.CDLL(ctypes.util.find_library("m")), 0x800
+    model = models["gemma3"]
+    tokens = prompt(model.vocab, 90, seed=5)
+    model.use(threads=3)
+    expected = model.read(tokens)
+    before = libm.fegetround()
+    assert libm.fesetround(upward) == 0
+    try:
+        # Negative control: the mode is real, this thread's own arithmetic shows it.
+        assert 1.0 + float("1e-17") > 1.0
+        model.use(threads=threads)
+        trace = model.read(tokens, Order("chunk", 40))
+        after = libm.fegetround()
+    finally:
+        libm.fesetround(before)
+    assert after == upward
+    assert not trace.difference(expected)
+
+
+def test_one_changed_weight_fails_the_comparison(folder: Path) -> None:
+    """Negative control: the last bit of one scale of one row, as a worker that computes a slightly other sum would leave it."""
     tiny = CASES["llama-gqa"]
     right = Tinyrun(tiny, folder / "right.gguf")
-    vector = np.array
-    flipped = []
-
-    def off_by_one_ulp(values: np.ndarray, *args: object, **kwargs: object) -> np.ndarray:
-        out = vector(values, *args, **kwargs)  # type: ignore[call-overload]
-        if out.dtype == np.float32 and not flipped:
-            out.view(np.uint32)[5] += 1
-            flipped.append(5)
-        return out
-
-    monkeypatch.setattr("quaff.weights.resident.np.array", off_by_one_ulp)
-    wrong = Tinyrun(tiny, folder / "wrong.gguf")
-    monkeypatch.undo()
-    assert flipped
+    with open_checkpoint(folder / "right.gguf") as checkpoint:
+        scale = checkpoint.tensors["blk.1.ffn_down.weight"].data[:18].tobytes()
+    data = bytearray((folder / "right.gguf").read_bytes())
+    data[data.index(scale)] ^= 1
+    (folder / "wrong.gguf").write_bytes(data)
+    wrong = Tinyrun(None, folder / "wrong.gguf")
     tokens = prompt(right.vocab, 100)
     assert wrong.read(tokens).difference(right.read(tokens))
