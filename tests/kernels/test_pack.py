@@ -1,0 +1,120 @@
+"""Packed weights hold the values of gguf.quants.dequantize, byte for byte, for every ggml type; what is not finite is refused."""
+
+from __future__ import annotations
+
+import gguf.quants
+import numpy as np
+import pytest
+from gguf.constants import GGML_QUANT_SIZES
+from gguf.constants import GGMLQuantizationType as Type
+from numpy.typing import NDArray
+from tests.kernels.blocks import HALVES, QUANTISED, TYPES, U8, block_size, random_blocks
+
+from quaff._native import Weight
+
+F32 = NDArray[np.float32]
+SHAPES = [(1, 1), (15, 3), (16, 2), (17, 1), (49, 4)]  # rows, blocks in a row
+
+
+def pack(kind: Type, data: U8, rows: int, cols: int, threads: int = 1) -> Weight:
+    return Weight(int(kind), np.ascontiguousarray(data).reshape(-1), rows, cols, threads)
+
+
+def oracle(kind: Type, data: U8) -> F32:
+    with np.errstate(over="ignore"):  # MXFP4 computes both of two shifts
+        values: F32 = gguf.quants.dequantize(data.view(np.float32) if kind == Type.F32 else data, kind)
+    return values
+
+
+@pytest.mark.parametrize("rows,blocks", SHAPES)
+@pytest.mark.parametrize("kind", TYPES, ids=lambda kind: kind.name)
+def test_values_equal_the_oracle(kind: Type, rows: int, blocks: int) -> None:
+    cols = blocks * block_size(kind)
+    data = random_blocks(kind, rows, cols, np.random.default_rng(rows))
+    weight = pack(kind, data, rows, cols, threads=2)
+    assert weight.is_integer == (kind in QUANTISED)
+    assert weight.dequantize().tobytes() == oracle(kind, data).tobytes()
+    assert weight.dequantize(rows // 2, 1).tobytes() == oracle(kind, data[rows // 2 : rows // 2 + 1]).tobytes()
+
+
+@pytest.mark.parametrize("kind", [kind for kind in HALVES if kind != Type.F16], ids=lambda kind: kind.name)
+def test_every_finite_f16_scale(kind: Type) -> None:
+    halves = np.arange(1 << 16, dtype=np.uint16)
+    halves = halves[(halves >> 10) & 31 != 31]
+    data = random_blocks(kind, len(halves) // 64, 64 * block_size(kind), np.random.default_rng(0)).reshape(len(halves), -1)
+    for at in HALVES[kind]:
+        data[:, at : at + 2] = np.random.default_rng(at).permutation(halves)[:, None].view(np.uint8)
+    data = data.reshape(len(halves) // 64, -1)
+    weight = pack(kind, data, len(data), 64 * block_size(kind))
+    assert weight.dequantize().tobytes() == oracle(kind, data).tobytes()
+
+
+@pytest.mark.parametrize("kind", QUANTISED, ids=lambda kind: kind.name)
+def test_a_flipped_bit_of_a_code_shows(kind: Type) -> None:
+    """Negative control: the comparison above can fail."""
+    cols = block_size(kind)
+    data = random_blocks(kind, 3, cols, np.random.default_rng(5), tame=True)
+    flipped = data.copy()
+    flipped[1, 17 if kind == Type.Q2_K else 9 if cols == 32 else 40] ^= 0x11
+    assert pack(kind, flipped, 3, cols).dequantize().tobytes() != oracle(kind, data).tobytes()
+
+
+@pytest.mark.parametrize("kind", HALVES, ids=lambda kind: kind.name)
+@pytest.mark.parametrize("half", [0x7C00, 0xFC00, 0x7E01])
+def test_a_scale_that_is_not_finite_names_its_row(kind: Type, half: int) -> None:
+    rows, cols = 40, 2 * block_size(kind)
+    data = random_blocks(kind, rows, cols, np.random.default_rng(1), tame=True)
+    for row in (23, 37):
+        at = data.shape[1] // 2 + HALVES[kind][-1]  # of the second block
+        data[row, at : at + 2] = np.array([half], np.uint16).view(np.uint8)
+    with pytest.raises(ValueError, match="row 23 .*not finite"):
+        pack(kind, data, rows, cols, threads=2)
+
+
+@pytest.mark.parametrize("exponent", [252, 255])
+def test_mxfp4_exponents_out_of_range(exponent: int) -> None:
+    data = random_blocks(Type.MXFP4, 20, 32, np.random.default_rng(2))
+    data[18, 0] = exponent
+    with pytest.raises(ValueError, match="row 18 .*out of range"):
+        pack(Type.MXFP4, data, 20, 32)
+
+
+@pytest.mark.parametrize("value", [np.inf, -np.inf, np.nan])
+@pytest.mark.parametrize("kind", [Type.F32, Type.BF16], ids=lambda kind: kind.name)
+def test_float_weights_that_are_not_finite(kind: Type, value: float) -> None:
+    values = np.ones((3, 8), np.float32)
+    values[2, 5] = value
+    bits = values.view(np.uint32)
+    data = values.view(np.uint8) if kind == Type.F32 else (bits >> 16).astype(np.uint16).view(np.uint8)
+    with pytest.raises(ValueError, match="row 2 holds a weight that is not finite"):
+        pack(kind, data, 3, 8)
+
+
+@pytest.mark.parametrize(
+    "kind,size,rows,cols",
+    [
+        (8, 34, 1, 33),
+        (8, 33, 1, 32),
+        (8, 0, 0, 32),
+        (12, 144, 1, 128),
+        (0, 4, -1, 1),
+        (0, 4, 1, 0),
+        (8, 68, 1, 32),
+        (0, 4, 1 << 62, 1 << 62),
+    ],
+)
+def test_shapes_that_do_not_fit(kind: int, size: int, rows: int, cols: int) -> None:
+    with pytest.raises(ValueError, match="needs"):
+        Weight(kind, np.zeros(size, np.uint8), rows, cols)
+
+
+def test_unknown_types_are_named_with_what_is_supported() -> None:
+    with pytest.raises(ValueError, match="type 16 is not supported; supported: F32, F16.*MXFP4"):
+        Weight(16, np.zeros(66, np.uint8), 1, 256)
+
+
+def test_packed_size_of_the_compact_forms() -> None:
+    """16 rows and 64 columns: two groups of codes, f16 scales (and minima)."""
+    assert {kind: GGML_QUANT_SIZES[kind][1] * 32 for kind in (Type.Q4_0, Type.Q4_1, Type.Q8_0)} == {
+        kind: pack(kind, random_blocks(kind, 16, 64, np.random.default_rng(3)), 16, 64).nbytes for kind in (Type.Q4_0, Type.Q4_1, Type.Q8_0)
+    }
