@@ -184,11 +184,15 @@ def _advance(grid: Grid, starts: list[int], next_row: list[int], stage: int, beg
 
 @dataclass(frozen=True, slots=True)
 class CompiledSchedule:
-    """A checked order as the arrays of a native step: `stage` [cells], `offsets` [cells + 1] into `ranges` [n, 2], all int32."""
+    """A checked order as the arrays of a native step: `stage` [cells], `offsets` [cells + 1] into `ranges` [n, 2], all int32.
+
+    `largest` is the number of rows of the largest cell.
+    """
 
     stage: NDArray[np.int32]
     offsets: NDArray[np.int32]
     ranges: NDArray[np.int32]
+    largest: int
 
     @property
     def cells(self) -> int:
@@ -208,6 +212,7 @@ def compile_cells(grid: Grid, cells: Iterable[Cell]) -> CompiledSchedule:
         np.array([cell.stage for cell in listed], dtype=np.int32),
         np.cumsum([0] + [len(cell.ranges) for cell in listed], dtype=np.int32),
         np.array(ranges, dtype=np.int32).reshape(len(ranges), 2),
+        max((sum(end - begin for begin, end in cell.ranges) for cell in listed), default=0),
     )
 
 

@@ -89,10 +89,7 @@ class Runner:
 
     def _take_scratch(self, grid: Grid, schedule: CompiledSchedule) -> None:
         # Residual of all rows and buffers of the largest cell; the native arena keeps its high-water mark, and so does the account.
-        per_range = np.diff(schedule.ranges, axis=1)[:, 0].cumsum()
-        ends = np.concatenate(([0], per_range))[schedule.offsets]
-        largest = int(np.diff(ends).max(initial=0))
-        need = grid.rows * self.graph.config.dim * 4 + largest * self._scratch_per_row
+        need = grid.rows * self.graph.config.dim * 4 + schedule.largest * self._scratch_per_row
         if need > self._scratch_bytes:
             self._accountant.take(need - self._scratch_bytes, f"scratch for {grid.rows} rows")
             self._scratch_bytes = need
