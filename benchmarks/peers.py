@@ -153,16 +153,18 @@ class Worker:
 
 
 def compare(workers: list[Worker], vocab: int, tokens: int, rounds: int, seed: int) -> dict[str, list[float]]:
-    """Tokens per second of every engine, one value per round; two rounds of warm-up are thrown away."""
+    """Tokens per second of every engine, one value per round; a first round of warm-up is thrown away."""
     rng = np.random.default_rng(seed)
     rates: dict[str, list[float]] = {w.name: [] for w in workers}
-    for number in range(-2, rounds):
+    for number in range(-1, rounds):
         ids = rng.integers(0, vocab, tokens).tolist()
         turn = number % len(workers)
         for worker in workers[turn:] + workers[:turn]:
             seconds = worker.seconds(ids)
             if number >= 0:
                 rates[worker.name].append(tokens / seconds)
+        if number >= 0:
+            print(f"round {number + 1}/{rounds}: " + ", ".join(f"{n} {r[-1]:.0f}" for n, r in rates.items()), file=sys.stderr)
     return rates
 
 

@@ -2,7 +2,8 @@
 
 Two measures per row, over 1,024 fixed vocabulary ids. `cosine` compares logits as they are. `centred` first takes each row's mean away: a
 number added to a whole row changes no probability, but where a row's mean is near zero it dominates the plain cosine. With int8
-activations the bound is on `centred`, which llama.cpp also keeps (0.9990 at worst), while its plain cosine falls to 0.992 on one row.
+activations every row must keep the bound on `centred`; on `cosine` two rows of 32 may miss it. Measured on the same goldens, llama.cpp's
+centred cosine is 0.9990 at worst, and its plain one misses 0.998 on one row of SmolLM2 (0.992) and two of Gemma 3.
 """
 
 from __future__ import annotations
@@ -109,8 +110,8 @@ def test_float_activations_give_the_oracles_best_ids(runs: dict[str, Run]) -> No
 def test_int8_activations_stay_close(runs: dict[str, Run]) -> None:
     r = runs["int8"]
     assert centred(r.logits, r.golden.logits).min() >= INT8_BOUND
-    # The plain cosine of all rows as one vector.
-    assert cosine(r.logits.reshape(1, -1), r.golden.logits.reshape(1, -1)).item() >= INT8_BOUND
+    assert (cosine(r.logits, r.golden.logits) >= INT8_BOUND).sum() >= 30
+    assert cosine(r.logits.reshape(1, -1), r.golden.logits.reshape(1, -1)).item() >= INT8_BOUND, "all rows as one vector"
 
 
 def test_int8_activations_agree_on_most_first_ids(runs: dict[str, Run]) -> None:
