@@ -6,8 +6,6 @@ from typing import Any
 
 from quaff.measure.bench import BenchReport
 
-JSON_COUNTERS = ("weight_bytes_touched", "weight_bytes_loaded", "launches", "macs")
-
 
 def bench_json(report: BenchReport) -> dict[str, Any]:
     """One object; `threads` is the highest count measured, and every result says its own."""
@@ -69,6 +67,6 @@ def _control(report: BenchReport) -> list[str]:
         bytes_ratio = control.counters.weight_bytes_touched / max(1, r.counters.weight_bytes_touched)
         out.append(
             f"{r.test} on {r.threads} threads: {r.schedule}-major is {r.mean / control.mean:.1f}x the token-major control "
-            f"and touches 1/{bytes_ratio:g} of its weight bytes"
+            f"and touches 1/{bytes_ratio:.1f} of its weight bytes"
         )
     return out

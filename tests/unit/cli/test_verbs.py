@@ -1,0 +1,288 @@
+"""Every verb on a tiny model: what it prints, in which shape, and how it fails."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from tests.unit.cli.conftest import Cli
+
+from quaff import _native, load
+
+
+def assert_error(result, code: int, *words: str) -> None:  # noqa: ANN001
+    assert result.code == code
+    assert result.out == ""
+    assert result.err.startswith("error: ") and result.err.count("\n") == 1
+    for word in words:
+        assert word in result.err
+
+
+# run
+
+
+def test_run_streams_text_and_shows_phases_on_stderr(cli: Cli, model: Path) -> None:
+    result = cli("run", model, "hello", "--max-tokens", 8)
+    assert result.code == 0
+    with load(model) as llm:
+        from quaff import SamplingParams
+
+        expected = llm.chat([{"role": "user", "content": "hello"}], SamplingParams(max_tokens=8))
+    assert result.out == expected.text + "\n"
+    lines = result.err.strip().splitlines()
+    assert [line.split()[0] for line in lines] == ["phase", "load", "prefill", "decode"]
+    assert lines[2].split()[1] == str(expected.prompt_tokens)
+
+
+def test_run_json_is_one_object_with_the_promised_shape(cli: Cli, model: Path) -> None:
+    result = cli("run", model, "hello", "--max-tokens", 5, "--json")
+    report = json.loads(result.out)
+    assert result.err == ""
+    assert {"text", "prompt_tokens", "completion_tokens", "timings"} <= report.keys()
+    speeds = ("load_seconds", "prefill_seconds", "prefill_tokens_per_second", "ttft_seconds", "decode_tokens_per_second")
+    assert all(report["timings"][key] > 0 for key in speeds)
+    assert 1 <= report["completion_tokens"] <= 5
+
+
+def test_prompt_sources_agree_and_raw_differs_from_chat(cli: Cli, model: Path, tmp_path: Path) -> None:
+    text = "naïve 水 🌊 \ttext"
+    file = tmp_path / "p.txt"
+    file.write_text(text, encoding="utf-8")
+    options = ("--max-tokens", 6, "--json")
+    by_argument = json.loads(cli("run", model, text, *options).out)
+    assert json.loads(cli("run", model, "-f", file, *options).out)["text"] == by_argument["text"]
+    assert json.loads(cli("run", model, *options, stdin=text.encode()).out)["text"] == by_argument["text"]
+    raw = json.loads(cli("run", model, text, "--raw", *options).out)
+    assert raw["prompt_tokens"] < by_argument["prompt_tokens"]
+
+
+def test_no_option_but_the_seed_changes_the_text(cli: Cli, model: Path) -> None:
+    def text(*options: object) -> str:
+        return json.loads(cli("run", model, "hello there", "--max-tokens", 12, "--temperature", 1.5, "--json", *options).out)["text"]
+
+    first = text("--seed", 1)
+    assert text("--seed", 1) == first
+    assert text("--seed", 1, "--threads", 2, "--chunk", 7) == first
+    assert text("--seed", 1, "--schedule", "token") == first
+    assert text("--seed", 1, "--schedule", "layer") == first
+    assert text("--seed", 2) != first
+
+
+def test_bad_prompts_are_refused_before_the_model_is_read(cli: Cli, tmp_path: Path) -> None:
+    missing = tmp_path / "no-model.gguf"
+    assert_error(cli("run", missing, ""), 1, "the prompt is empty")
+    assert_error(cli("run", missing, stdin=b"\xff\xff"), 1, "not UTF-8", "byte 0")
+    assert_error(cli("run", missing, "-f", tmp_path / "no-prompt.txt"), 1, "No such file", "no-prompt.txt")
+    assert_error(cli("run", missing, "hi"), 1, "no-model.gguf")
+
+
+def test_a_prompt_longer_than_the_context_is_refused_with_both_counts(cli: Cli, model: Path) -> None:
+    assert_error(cli("run", model, "--raw", stdin=b"x" * 5000), 1, "5000", "4096")
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        (),
+        ("--threads", "0"),
+        ("--threads", "two"),
+        ("--chunk", "0"),
+        ("--schedule", "spiral"),
+        ("--temperature", "-1"),
+        ("--max-tokens", "-1"),
+        ("--bogus",),
+    ],
+)
+def test_wrong_usage_is_one_line_and_code_2(cli: Cli, model: Path, arguments: tuple[str, ...]) -> None:
+    assert_error(cli("run", *((model, "hi", *arguments) if arguments else ())), 2, "--help")
+
+
+def test_temperature_that_is_no_number_is_refused(cli: Cli, model: Path) -> None:
+    assert cli("run", model, "hi", "--temperature", "nan").code in (1, 2)
+
+
+# chat
+
+
+def test_chat_answers_each_line_with_what_was_said_before(cli: Cli, model: Path) -> None:
+    result = cli("chat", model, "--max-tokens", 6, stdin="first\nsecond: ünïcode\n".encode())
+    assert result.code == 0
+    with load(model) as llm:
+        from quaff import SamplingParams
+
+        params = SamplingParams(max_tokens=6)
+        messages = [{"role": "user", "content": "first"}]
+        answers = [llm.chat(messages, params).text]
+        messages += [{"role": "assistant", "content": answers[0]}, {"role": "user", "content": "second: ünïcode"}]
+        answers.append(llm.chat(messages, params).text)
+    assert result.out == "".join(a + "\n" for a in answers)
+
+
+# bench
+
+
+def test_bench_json_has_the_promised_shape_and_exact_counters(cli: Cli, model: Path) -> None:
+    result = cli("bench", model, "-p", 70, "-n", 3, "-t", "1,2", "-C", 32, "--schedule", "chunk,token", "-r", 2, "--json")
+    assert result.code == 0
+    report = json.loads(result.out)
+    assert report["isa"] == _native.isa() and report["threads"] == 2 and report["model"] == str(model)
+    rows = {(r["test"], r["threads"], r["schedule"]): r for r in report["results"]}
+    assert set(rows) == {(t, n, s) for n in (1, 2) for t, s in (("pp70", "chunk"), ("pp70", "token"), ("tg3", "chunk"))}
+    for row in rows.values():
+        assert len(row["samples"]) == 2 and row["tokens_per_second"] == pytest.approx(sum(row["samples"]) / 2) and row["stddev"] >= 0
+        assert {"weight_bytes_touched", "weight_bytes_loaded", "launches", "macs"} <= row["counters"].keys()
+    chunk, token, tg = (rows[key]["counters"] for key in (("pp70", 2, "chunk"), ("pp70", 2, "token"), ("tg3", 2, "chunk")))
+    with load(model) as llm:
+        *layers, last_ffn, _ = (cost.weight_bytes for cost in llm.engine.runner.costs)
+    # 70 passes against ceil(70 / 32) over all that every row needs; the last feed-forward block runs for the one row with logits.
+    assert token["weight_bytes_touched"] == 70 * sum(layers) + last_ffn
+    assert chunk["weight_bytes_touched"] == 3 * sum(layers) + last_ffn
+    assert tg["weight_bytes_touched"] == 3 * (sum(layers) + last_ffn)  # three rows, one at a time, each with logits
+    pp = rows["pp70", 2, "chunk"]["tokens_per_second"]
+    assert report["phase_ratio"] == pytest.approx(pp / rows["tg3", 2, "chunk"]["tokens_per_second"])
+
+
+def test_bench_table_names_isa_control_and_phase_ratio(cli: Cli, model: Path) -> None:
+    result = cli("bench", model, "-p", "64", "-n", "2", "-t", "1", "-C", "32", "--schedule", "chunk,token", "-r", "1")
+    assert _native.isa() in result.out
+    assert "| pp64 | 1 | chunk(32) |" in result.out and "| pp64 | 1 | token |" in result.out and "± 0.0" in result.out
+    assert "x the token-major control and touches 1/" in result.out
+    assert "phase ratio" in result.out and "ceilings on 1 thread" in result.out
+
+
+@pytest.mark.parametrize("arguments", [("-p", "x"), ("-p", "1,,2"), ("-t", "0"), ("--schedule", "chunk,spiral"), ("-r", "0")])
+def test_bench_refuses_what_it_cannot_read(cli: Cli, model: Path, arguments: tuple[str, ...]) -> None:
+    assert_error(cli("bench", model, *arguments), 2, arguments[0])
+
+
+def test_bench_refuses_a_test_longer_than_the_context(cli: Cli, model: Path) -> None:
+    assert_error(cli("bench", model, "-p", 5000), 1, "5000", "4096")
+    assert_error(cli("bench", model, "-p", 0, "-n", 0), 1, "nothing to measure")
+
+
+# verify
+
+
+def test_verify_json_has_the_promised_shape(cli: Cli, model: Path) -> None:
+    result = cli("verify", model, "--tokens", 150, "--json")
+    assert result.code == 0
+    report = json.loads(result.out)
+    assert report["numerics_version"] == _native.NUMERICS_VERSION and report["isa"] == _native.isa() and report["equal"] is True
+    assert len(report["paths"]) >= 12
+    for key in ("logits_sha256", "kv_sha256", "text_sha256"):
+        assert len({path[key] for path in report["paths"]}) == 1
+        assert all(len(path[key]) == 64 for path in report["paths"])
+
+
+def test_verify_prints_a_line_per_path(cli: Cli, gemma: Path) -> None:
+    result = cli("verify", gemma, "--tokens", 150)
+    lines = result.out.splitlines()
+    assert result.code == 0 and lines[-1].startswith(f"EQUAL: {len(lines) - 2} paths")
+    assert all(line.startswith("✓ ") for line in lines[1:-1])
+
+
+def test_verify_refuses_a_prompt_that_does_not_fit(cli: Cli, model: Path) -> None:
+    assert_error(cli("verify", model, "--tokens", 5000, "--json"), 1, "5000", "4096")
+
+
+# inspect, score, pull
+
+
+def test_inspect_states_what_the_file_holds(cli: Cli, model: Path) -> None:
+    report = json.loads(cli("inspect", model, "--json").out)
+    assert (report["architecture"], report["supported"], report["reason"], report["chat_template"]) == ("llama", True, None, True)
+    assert report["file_bytes"] == model.stat().st_size
+    assert report["tensor_types"]["Q4_0"]["tensors"] == 14 and report["tensor_types"]["Q8_0"]["tensors"] == 1
+    with load(model) as llm:
+        assert report["memory"]["weight_bytes"] == llm.weight_bytes
+        assert report["context_length"] == llm.config.context_length
+    text = cli("inspect", model).out
+    assert "Q4_0" in text and "llama" in text and "4,096 tokens" in text
+
+
+def test_inspect_describes_a_family_that_is_not_supported(cli: Cli, model: Path, tmp_path: Path) -> None:
+    other = tmp_path / "other.gguf"
+    other.write_bytes(model.read_bytes().replace(b"llama", b"lemma"))
+    result = cli("inspect", other, "--json")
+    report = json.loads(result.out)
+    assert result.code == 0 and report["supported"] is False and "lemma" in report["reason"] and report["memory"] is None
+    assert report["parameters"] > 0 and report["tensor_types"]
+    assert_error(cli("run", other, "hi"), 1, "lemma", "llama")
+
+
+def test_score_gives_the_log_probability_of_every_token_after_the_first(cli: Cli, model: Path, tmp_path: Path) -> None:
+    file = tmp_path / "text.txt"
+    file.write_text("the other one is here", encoding="utf-8")
+    report = json.loads(cli("score", model, file, "--json").out)
+    with load(model) as llm:
+        expected = llm.score("the other one is here")
+    assert report["logprobs"] == list(expected.logprobs) and report["tokens"] == list(expected.tokens)
+    assert report["perplexity"] == pytest.approx(math.exp(-sum(expected.logprobs) / len(expected.logprobs)))
+    printed = cli("score", model, file, "--each").out
+    assert f"{expected.perplexity:.4f}" in printed and len(printed.splitlines()) == len(expected.logprobs) + 3
+    assert_error(cli("score", model, stdin=b"a"), 1, "two tokens")
+
+
+def test_pull_of_a_path_prints_it(cli: Cli, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert json.loads(cli("pull", model, "--json").out) == {"path": str(model)}
+    monkeypatch.chdir(model.parent)
+    assert cli("pull", f"./{model.name}").out == f"{model}\n"
+    assert_error(cli("pull", "smolm2"), 1, "smollm2")
+
+
+# The process
+
+
+def test_version_names_numerics_and_instruction_set(cli: Cli) -> None:
+    result = cli("--version")
+    assert result.code == 0 and f"numerics version {_native.NUMERICS_VERSION}" in result.out and _native.isa() in result.out
+
+
+def quaff(*arguments: object, **options: object) -> subprocess.Popen[bytes]:
+    command = [sys.executable, "-m", "quaff", *map(str, arguments)]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, **options)  # type: ignore[call-overload]
+
+
+def test_help_starts_without_the_heavy_modules() -> None:
+    code = "import sys, quaff.cli; print([m for m in ('numpy', 'tokenizers', 'rich.progress', 'quaff._native') if m in sys.modules])"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
+
+
+def test_a_reader_that_leaves_is_no_error_message(model: Path) -> None:
+    process = quaff("run", model, "hello", "--max-tokens", 3000, "--raw")
+    assert process.stdout is not None and process.stderr is not None
+    process.stdout.read(1)
+    process.stdout.close()
+    error = process.stderr.read()
+    assert process.wait(60) == 1 and error == b""
+
+
+def test_interrupt_ends_quietly_with_130(model: Path) -> None:
+    process = quaff("run", model, "hello", "--max-tokens", 3000, "--raw")
+    assert process.stdout is not None and process.stderr is not None
+    process.stdout.read(1)
+    process.send_signal(signal.SIGINT)
+    assert process.wait(60) == 130 and b"Traceback" not in process.stderr.read()
+
+
+def test_closed_colour_and_a_plain_locale_change_nothing(model: Path) -> None:
+    environment = {**os.environ, "NO_COLOR": "1", "LC_ALL": "C", "PYTHONIOENCODING": "ascii"}
+    process = quaff("verify", model, "--tokens", 130, env=environment)
+    out, error = process.communicate(timeout=120)
+    assert process.returncode == 0 and b"EQUAL" in out and b"\x1b[" not in out + error
+
+
+def test_start_is_quick() -> None:
+    times = []
+    for _ in range(3):
+        began = time.perf_counter()
+        assert quaff("--help").communicate(timeout=60)[0]
+        times.append(time.perf_counter() - began)
+    assert min(times) < 2.0  # a third of a second alone; the bound leaves room for a busy machine
