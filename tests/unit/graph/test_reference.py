@@ -22,7 +22,6 @@ from quaff.graph.reference import Reference, ReferenceWeight, lower
 from quaff.models import family
 from quaff.models.family import Tensors
 
-NAMES = [name for name in CASES if name != "llama-k"]  # its types are lowered by the native module only
 F64 = NDArray[np.float64]
 
 
@@ -41,7 +40,7 @@ class Model:
         return Reference(self.graph(activations, fuse), self.weights)
 
 
-@pytest.fixture(scope="module", params=NAMES)
+@pytest.fixture(scope="module", params=CASES)
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Model:
     return Model(tmp_path_factory.mktemp("tiny"), request.param)
 
@@ -107,7 +106,7 @@ def cosine(a: NDArray[Any], b: F64) -> F64:
 
 
 def test_agrees_with_a_textbook_transformer(model: Model) -> None:
-    tokens = prompt(model.config.vocab, 150)
+    tokens = prompt(model.config.vocab, 100)
     exact = dense(model, tokens)
     assert cosine(model.reference("float32").run(tokens)[0], exact).min() > 0.99998
     close = cosine(model.reference("int8").run(tokens)[0], exact)
@@ -124,10 +123,10 @@ def test_fusions_keep_every_byte(model: Model, activations: str) -> None:
 
 
 def test_rows_do_not_depend_on_how_many_run_together(model: Model) -> None:
-    tokens = prompt(model.config.vocab, 140, seed=2)
+    tokens = prompt(model.config.vocab, 90, seed=2)
     r = model.reference()
     whole, end = r.run(tokens)
-    for cuts in ((1,), (63,), (64,), (65,), (1, 2, 130), tuple(range(20, 140, 30))):
+    for cuts in ((64,), (1, 2, 63, 65)):
         parts, state = [], None
         for begin, stop in zip((0, *cuts), (*cuts, len(tokens)), strict=True):
             logits, state = r.run(tokens[begin:stop], state)
