@@ -40,5 +40,6 @@ class ByteLevelEncoder:
             # A panic in the regular expression engine (its retry limit) is not an Exception.
             if type(error).__name__ != "PanicException":
                 raise
-            raise PromptError(f"a run of {len(text)} characters is too long for the pre-tokenizer's regular expression") from None
+            message = f"the pre-tokenizer's regular expression gave up on a text of {len(text)} characters without a break: shorten it"
+            raise PromptError(message) from None
         return [token for token in ids if token < self._count] if self._has_gaps else ids

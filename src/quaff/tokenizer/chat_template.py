@@ -97,13 +97,13 @@ class _Environment(ImmutableSandboxedEnvironment):
         return self.bounded(super().call(context, target, *arguments, **named))
 
     def prepare(self, tree: nodes.Template) -> nodes.Template:
-        """`tree` with the counter at the start of every loop and macro body, and a size check around every `~`."""
+        """`tree` with the counter at the start of every loop and macro body, and a size check around every `~` and every output."""
+        _check_sizes(tree)
         bodies = [loop.body for loop in tree.find_all(nodes.For)]
         bodies += [macro.body for macro in tree.find_all(nodes.Macro)]
         bodies += [call.body for call in tree.find_all(nodes.CallBlock)]
         for body in bodies:
             body.insert(0, nodes.Output([_method("step", [])]))
-        _replace_concatenations(tree)
         return tree
 
 
@@ -111,18 +111,18 @@ def _method(name: str, arguments: list[nodes.Expr]) -> nodes.Call:
     return nodes.Call(nodes.EnvironmentAttribute(name), arguments, [], None, None)
 
 
-def _replace_concatenations(node: nodes.Node) -> None:
+def _check_sizes(node: nodes.Node) -> None:
+    """Outputs count because `{% set x %}{{ x }}{{ x }}{% endset %}` joins strings as `~` does."""
+
+    def checked(child: Any) -> Any:
+        if not isinstance(child, nodes.Node):
+            return child
+        _check_sizes(child)
+        grows = isinstance(child, nodes.Concat) or (isinstance(node, nodes.Output) and not isinstance(child, nodes.TemplateData))
+        return _method("bounded", [child]) if grows and isinstance(child, nodes.Expr) else child
+
     for field, value in node.iter_fields():
-        if isinstance(value, nodes.Node):
-            _replace_concatenations(value)
-            if isinstance(value, nodes.Concat):
-                setattr(node, field, _method("bounded", [value]))
-        elif isinstance(value, list):
-            for index, item in enumerate(value):
-                if isinstance(item, nodes.Node):
-                    _replace_concatenations(item)
-                    if isinstance(item, nodes.Concat):
-                        value[index] = _method("bounded", [item])
+        setattr(node, field, [checked(item) for item in value] if isinstance(value, list) else checked(value))
 
 
 def _sized(name: str, function: Callable[..., Any]) -> Callable[..., Any]:

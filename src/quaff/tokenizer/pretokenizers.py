@@ -74,8 +74,9 @@ _DEEPSEEK_V3 = (
 _ANY_LETTERS = r"[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]*[\p{L}\p{M}]+"
 _ANY_LETTERS_2 = r"[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+[\p{L}\p{M}]*"
 _ANY_CASE = rf"{_ANY_LETTERS}{_CONTRACTION}?|{_ANY_LETTERS_2}{_CONTRACTION}?"
-# Numbers in threes from the right; the first group takes the text before it along (llama.cpp's hand-written splitter does).
-_DIGITS_FROM_RIGHT = r"[^\p{N}]*\p{N}{1,3}(?=(?:\p{N}{3})*(?!\p{N}))|\p{N}{3}"
+# Numbers in threes from the right; the first group takes the text before it along (llama.cpp's hand-written splitter does). After a
+# digit the groups are aligned already: asking that first, and taking a text without digits whole, keeps the search linear.
+_DIGITS_FROM_RIGHT = r"(?<=\p{N})\p{N}{3}|[^\p{N}]*\p{N}{1,3}(?=(?:\p{N}{3})*(?!\p{N}))|[^\p{N}]+"
 _WIDE_SPACES = "|".join(rf"\s{{{n}}}(?!\S)" for n in (512, 256, 128, 64, 32, 16, 8, 4)) + r"|\s{1,2}(?!\S)|\s"
 
 # The alphabetic ranges of the deepseek-llm file, as code points.
@@ -115,7 +116,7 @@ _BY_PATTERNS: dict[tuple[str, ...], str] = {
         "[\r\n]",
         rf"\s?[{_DEEPSEEK_LETTERS}]+",
         "\\s?[!-/:-~\uff01-\uff0f\uff1a-\uff5e\u2018-\u201f\u3000-\u3002]+",
-        r"\s+\z",
+        r"(?<!\s)\s+\z",
         _DEEPSEEK_CJK,
         r"\p{N}+",
     ): "deepseek-llm",
@@ -130,7 +131,7 @@ _BY_PATTERNS: dict[tuple[str, ...], str] = {
     ): "afmoe",
     (" ?[^(\\s|.,!?\u2026\u3002\uff0c\u3001\u0964\u06d4\u060c)]+",): "poro-chat bloom gpt3-finnish",
     (" ?[^(\\s|.,!?\u2026\u3002\uff0c\u3001\u0964\u06d4\u060c)]+", r"\p{N}"): "viking",
-    (r"\p{N}+", r"[0-9]{1,3}(?=(?:[0-9]{3})*(?![0-9]))"): "superbpe",
+    (r"\p{N}+", r"(?<=[0-9])[0-9]{3}|[0-9]{1,3}(?=(?:[0-9]{3})*(?![0-9]))"): "superbpe",
     (rf"{_CONTRACTION}|{_WORD}|\p{{N}}{{1,3}}|{_MARKS}|\s*[\r\n]+|{_WIDE_SPACES}",): "jais-2",
 }
 

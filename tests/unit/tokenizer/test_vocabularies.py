@@ -145,6 +145,20 @@ def test_lone_surrogates_are_refused() -> None:
         Tokenizer.from_metadata(byte_level()).encode("a\ud800")
 
 
+def test_a_panic_of_the_regular_expression_engine_is_an_error_of_the_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
+    class PanicException(BaseException):
+        pass
+
+    class Panicking:
+        def encode(self, text: str, add_special_tokens: bool) -> None:
+            raise PanicException("retry-limit-in-match over")
+
+    tokenizer = Tokenizer.from_metadata(byte_level())
+    monkeypatch.setattr(tokenizer._encoder, "_tokenizer", Panicking())
+    with pytest.raises(PromptError, match="gave up on a text of 3 characters"):
+        tokenizer.encode("AAA")
+
+
 TEXTS = st.text(st.one_of(st.characters(exclude_categories=["Cs"]), st.sampled_from("helo w12\n\u0301\u200d<ctl>usr")), max_size=60)
 
 
