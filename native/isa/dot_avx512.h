@@ -13,10 +13,10 @@ struct DotAvx512 {
     template <bool wide> using Part = __m512i;
     // Sum of the wide codes' excess that the dots still contain: the accumulator starts at -kWideOffset * sum(q).
     static constexpr int32_t kWideOffset = 128;
-    // 2 panels x 6 tokens = 12 dots and 12 f32 chains, 2 registers of codes and a broadcast: 27 of 32. Few tokens need more panels to hide the chain.
+    // 2 panels x 6 tokens = 12 dots and 12 f32 chains, 2 registers of codes and a broadcast: 27 of 32. Up to 3 tokens are bound by memory:
+    // one panel at a time is one stream of addresses, and the groups in flight hide the latency of the chain.
     static constexpr int kTokens = 6;
-    static constexpr int panels(int tokens) { return tokens <= 3 ? 4 : 2; }
-
+    static constexpr int panels(int tokens) { return tokens <= 3 ? 1 : 2; }
     static constexpr int kFloatTokens = 6, kFloatPanels = 2;
 
     QUAFF_INLINE static Bytes load(const uint8_t* p) { return _mm512_loadu_si512(p); }

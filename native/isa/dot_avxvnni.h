@@ -10,7 +10,7 @@ struct DotAvxVnni : BytesAvx2 {
     static constexpr int32_t kWideOffset = 128;
     // 16 registers: 4 tokens' sums in 8, 2 of codes, a broadcast; the f32 chains wait in L1 between groups.
     static constexpr int kTokens = 4;
-    static constexpr int panels(int tokens) { return tokens == 1 ? 2 : 1; }
+    static constexpr int panels(int) { return 1; }
     static constexpr int kFloatTokens = 6, kFloatPanels = 1;
 
     template <bool wide> QUAFF_INLINE static Operand<wide> operand(Bytes x) { return x; }

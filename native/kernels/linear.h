@@ -316,8 +316,9 @@ static void float_tokens(const LinearArgs& a, const uint8_t* data, int64_t panel
         static_assert(R <= kMaxFloatPanels);
         for (; count >= R; count -= R, panel += R, data += R * panel_bytes)
             float_tile<V, codes, R, T>(a, data, panel_bytes, panel, token);
-        for (; count; count--, panel++, data += panel_bytes)
-            float_tile<V, codes, 1, T>(a, data, panel_bytes, panel, token);
+        if constexpr (R > 1)
+            for (; count; count--, panel++, data += panel_bytes)
+                float_tile<V, codes, 1, T>(a, data, panel_bytes, panel, token);
     } else if constexpr (T > 1) {
         float_tokens<D, codes, T - 1>(a, data, panel_bytes, panel, count, token, tokens);
     }

@@ -106,19 +106,28 @@ struct Panels {
     uint8_t *data, *scale, *min;
 
     // Returns whether every scale (float types: every weight) is finite.
-    bool write_row(int64_t row) const { return is_float(w.codes) ? write_float_row(row) : write_quantised_row(row); }
+    bool write_row(int64_t row) const {
+        switch (w.codes) {
+        case Codes::kF32:
+            return write_float_row<uint32_t>(row, 0x7f800000);
+        case Codes::kF16:
+            return write_float_row<uint16_t>(row, 0x7c00);
+        case Codes::kBF16:
+            return write_float_row<uint16_t>(row, 0x7f80);
+        default:
+            return write_quantised_row(row);
+        }
+    }
 
-    bool write_float_row(int64_t row) const {
-        const int64_t size = type.bytes;
-        uint8_t* to = data + row / kLanes * w.panel_bytes + row % kLanes * size;
+    template <class Bits> bool write_float_row(int64_t row, Bits exponent) const {
         const uint8_t* from = src + row * row_bytes;
+        Bits* to = reinterpret_cast<Bits*>(data + row / kLanes * w.panel_bytes) + row % kLanes;
         bool finite = true;
-        for (int64_t k = 0; k < w.cols; k++, from += size, to += kLanes * size) {
-            std::memcpy(to, from, size_t(size));
-            uint32_t bits = 0;
-            std::memcpy(&bits, from, size_t(size));
-            const uint32_t exponent = w.codes == Codes::kF16 ? 0x7c00 : w.codes == Codes::kBF16 ? 0x7f80 : 0x7f800000;
-            finite = finite && (bits & exponent) != exponent;
+        for (int64_t k = 0; k < w.cols; k++) {
+            Bits bits;
+            std::memcpy(&bits, from + k * int64_t(sizeof bits), sizeof bits);
+            to[k * kLanes] = bits;
+            finite &= (bits & exponent) != exponent;
         }
         return finite;
     }
