@@ -25,7 +25,7 @@ from quaff.config import Activations, EngineConfig, ModelConfig, Schedule
 from quaff.engine.engine import Engine, FinishReason, Request
 from quaff.engine.runner import Runner
 from quaff.engine.sampler import SamplingParams, StopMatcher
-from quaff.errors import ConfigError, PromptError
+from quaff.errors import ConfigError, PromptError, QuaffError
 from quaff.graph.builder import build_graph
 from quaff.graph.program import Graph
 from quaff.models import family
@@ -239,7 +239,8 @@ class TextStream:
             self._llm.engine.sweep()
 
     def __del__(self) -> None:
-        self.close()
+        self._request.cancelled = True
+        self._llm.engine.sweep(blocking=False)
 
 
 class _PrefillProgress:
@@ -487,7 +488,13 @@ class LLM:
         encoded = [self.encode(p) for p in prompts]
         before = self.counters
         readers = [_Reader(self.tokenizer, p) for p in each]
-        requests = [self._submit(ids, p, r, state) for ids, p, r in zip(encoded, each, readers, strict=True)]
+        requests: list[Request] = []
+        try:
+            for ids, p, reader in zip(encoded, each, readers, strict=True):
+                requests.append(self._submit(ids, p, reader, state))
+        except BaseException:
+            self._abandon(requests)
+            raise
         self._run(requests, progress)
         for reader in readers:
             reader.finish()
@@ -583,7 +590,7 @@ class LLM:
         if request.error is not None:
             raise request.error
         if len(logprobs) != len(tokens) - 1:
-            raise PromptError(f"scoring was cancelled after {len(logprobs)} of {len(tokens) - 1} tokens")
+            raise QuaffError(f"scoring was cancelled after {len(logprobs)} of {len(tokens) - 1} tokens")
         return Score(tuple(tokens), tuple(logprobs), time.perf_counter() - began, self.counters - before)
 
     def cancel(self) -> None:
@@ -611,9 +618,12 @@ class LLM:
         try:
             self.engine.run(requests, report.on_step if report else None, report.on_work if report else None)
         except BaseException:
-            for request in requests:
-                if request.keep and request.done:
-                    self.engine.release(request.sequence)
-                request.cancelled, request.keep = True, False
-            self.engine.sweep()
+            self._abandon(requests)
             raise
+
+    def _abandon(self, requests: list[Request]) -> None:
+        for request in requests:
+            if request.keep and request.done:
+                self.engine.release(request.sequence)
+            request.cancelled, request.keep = True, False
+        self.engine.sweep()

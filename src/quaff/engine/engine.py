@@ -90,7 +90,7 @@ class Engine:
 
     def set_order(self, order: Order) -> None:
         """Walk the grid in another order from the next step on; no bit depends on it."""
-        with self.lock:
+        with self._working():
             self.order = order
             row_bytes = max(1, max(stage.program.scratch_bytes_per_row for stage in self.runner.graph.stages))
             rows = BLOCK_ROWS[order.name]
@@ -126,15 +126,11 @@ class Engine:
         `logits_from`: `on_logits(position, row)` gets every computed row from that position on, in order. `base`: a sequence that holds
         `base_tokens`; the prefix they share is not computed again, but the last token always is. `keep` leaves the sequence to the caller.
         """
-        with self.lock:
-            self.sweep()
+        with self._working():
+            self._sweep()
             if self._closed:
                 raise ValueError("the model is closed")
-            self._busy = True
-            try:
-                return self._submit(tokens, params, logits_from, accept, on_logits, base, base_tokens, keep)
-            finally:
-                self._busy = False
+            return self._submit(tokens, params, logits_from, accept, on_logits, base, base_tokens, keep)
 
     def _submit(
         self,
@@ -172,11 +168,12 @@ class Engine:
         return next((i for i in range(most) if tokens[i] != base_tokens[i]), most)
 
     def close(self) -> None:
-        """End all requests and accept no more."""
+        """End all requests, accept no more, and let go of the model."""
         with self.lock:
             self._closed = True
             self.cancel()
             self.sweep()
+            self.runner.close()
 
     def cancel(self, request: Request | None = None) -> None:
         """End one request, or all, at the next cell boundary; finished positions stay. May be called from any thread."""
@@ -201,34 +198,57 @@ class Engine:
     def step(self, on_work: Callable[[int], None] | None = None) -> None:
         """Run one batch and hand out its results. KeyboardInterrupt is raised after the finished prefix has been committed."""
         with self.lock, _interrupts_deferred(self.runner.control.cancel):
-            self.runner.control.reset()
-            self.sweep()
-            self._admit()
-            work = self._scheduler.plan()
-            if not work:
-                return
-            self._busy = True
-            try:
-                batch = self._batch(work)
-                logits = self.runner.run(batch, self.order, on_work)
-                self.steps += 1
-                self.counters += logits.counters
-                self._commit(work, batch, logits)
-            except Exception as error:
-                for request in [self._requests[w.request] for w in work if w.request in self._requests]:
-                    self._fail(request, error)
-            finally:
-                self._busy = False
-
-    def sweep(self) -> None:
-        """Finish cancelled requests and free released sequences; in a finalizer inside a step or a submit, leave that to the next one."""
-        with self.lock:
             if self._busy:
-                return
-            for request in [r for r in self._requests.values() if r.cancelled]:
-                self._finish(request, "cancelled")
-            while self._orphans:
-                self.cache.free(self._orphans.popleft())
+                raise RuntimeError("a callback of a running step cannot run another one")
+            with self._working():
+                self._step(on_work)
+
+    def _step(self, on_work: Callable[[int], None] | None) -> None:
+        self.runner.control.reset()
+        self._sweep()
+        self._admit()
+        work = self._scheduler.plan()
+        if not work:
+            return
+        try:
+            batch = self._batch(work)
+            logits = self.runner.run(batch, self.order, on_work)
+            self.steps += 1
+            self.counters += logits.counters
+            self._commit(work, batch, logits)
+        except Exception as error:
+            for request in [self._requests[w.request] for w in work if w.request in self._requests]:
+                self._fail(request, error)
+
+    def sweep(self, blocking: bool = True) -> None:
+        """Finish cancelled requests and free released sequences.
+
+        A finalizer must not block (the lock's holder may wait for its thread) and may run inside a step: then the next one sweeps.
+        """
+        if not self.lock.acquire(blocking):
+            return
+        try:
+            if not self._busy:
+                with self._working():
+                    self._sweep()
+        finally:
+            self.lock.release()
+
+    @contextmanager
+    def _working(self) -> Iterator[None]:
+        """Hold the lock, and keep finalizers of this thread away from what is half changed."""
+        with self.lock:
+            before, self._busy = self._busy, True
+            try:
+                yield
+            finally:
+                self._busy = before
+
+    def _sweep(self) -> None:
+        for request in [r for r in self._requests.values() if r.cancelled]:
+            self._finish(request, "cancelled")
+        while self._orphans:
+            self.cache.free(self._orphans.popleft())
 
     def _admit(self) -> None:
         while self._waiting:

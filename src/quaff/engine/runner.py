@@ -59,6 +59,10 @@ class Runner:
         self._runtime = _native.Runtime(threads)
         self.threads = threads
 
+    def close(self) -> None:
+        """Let go of the weights; nothing can be run afterwards."""
+        self._model = _native.Model(self.graph.config.dim, self.graph.config.vocab)
+
     def grid(self, batch: Batch) -> Grid:
         return Grid.of(self._kinds, batch)
 

@@ -481,3 +481,13 @@ def test_public_names() -> None:
     assert sorted(quaff.__all__) == ["LLM", "SamplingParams", "load"]
     with pytest.raises(AttributeError, match="no attribute 'scheduler'"):
         _ = quaff.scheduler  # type: ignore[attr-defined]
+
+
+def test_a_callback_cannot_run_a_step_inside_a_step(llm: LLM) -> None:
+    def nested(position: int, row: object) -> None:
+        llm.engine.step()
+
+    request = llm.engine.submit([1, 2], logits_from=0, on_logits=nested)
+    llm.engine.run([request])
+    assert isinstance(request.error, RuntimeError)
+    assert llm.engine.cache.sequences == 0

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quaff import SamplingParams
@@ -70,6 +70,7 @@ def test_repetition_penalty_covers_the_known_tokens() -> None:
     assert sample(SamplingParams(repetition_penalty=2.0), logits, [3]) == 4
 
 
+@settings(deadline=None)
 @given(st.lists(st.text("abc", max_size=4), max_size=20), st.lists(st.text("abc", min_size=1, max_size=5), max_size=3))
 def test_stream_is_the_text_before_the_first_stop_string(pieces: list[str], stops: list[str]) -> None:
     matcher = StopMatcher(tuple(stops))

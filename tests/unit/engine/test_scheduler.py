@@ -4,7 +4,7 @@ import subprocess
 import sys
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quaff.engine.scheduler import NO_LOGITS, Scheduler, Work
@@ -55,6 +55,7 @@ def test_more_decodes_than_rows_take_turns() -> None:
     assert min(served) >= 3
 
 
+@settings(deadline=None)
 @given(st.data())
 def test_every_token_is_computed_once_in_order(data: st.DataObject) -> None:
     budget = data.draw(st.tuples(*[st.integers(1, 20)] * 3))

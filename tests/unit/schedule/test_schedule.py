@@ -55,6 +55,7 @@ def work(cells: list[Cell]) -> dict[int, list[int]]:
     return out
 
 
+@settings(deadline=None)
 @given(grids(), ORDERS)
 def test_every_order_is_legal_and_does_exactly_the_needed_work(grid: Grid, order: Order) -> None:
     cells = list(order.cells(grid))
@@ -66,6 +67,7 @@ def test_every_order_is_legal_and_does_exactly_the_needed_work(grid: Grid, order
         assert sorted(done.get(stage, [])) == expected, (stage, kind)
 
 
+@settings(deadline=None)
 @given(grids(), ORDERS, st.data())
 def test_random_legal_interleavings_pass(grid: Grid, order: Order, data: st.DataObject) -> None:
     """Any topological order of single-row cells is legal, not only the named ones."""
@@ -88,7 +90,7 @@ def test_random_legal_interleavings_pass(grid: Grid, order: Order, data: st.Data
     check_schedule(grid, cells)
 
 
-@settings(max_examples=300)
+@settings(max_examples=300, deadline=None)
 @given(grids(), ORDERS, st.data())
 def test_mutated_orders_are_rejected(grid: Grid, order: Order, data: st.DataObject) -> None:
     cells = list(order.cells(grid))
