@@ -2,6 +2,7 @@
 //   bits            all sets of this machine: prints `kernel hash` once for all, exit status 1 where two sets differ or a control is not seen
 //   bits ISA        one set
 //   bits --broken   all sets, the last with a fold in another order: must exit with status 1
+#include "isa/vec_scalar.h"
 #include "numerics.h"
 #include "runtime/dispatch.h"
 #include "runtime/sample.h"
@@ -11,6 +12,7 @@
 #include <cmath>
 #include <cstdio>
 #include <cstring>
+#include <iterator>
 #include <new>
 #include <string>
 #include <utility>
@@ -83,6 +85,50 @@ struct Line {
     bool operator==(const Line&) const = default;
 };
 using Lines = std::vector<Line>;
+
+// The scalar set's fma against the C library's, which rounds once: random and special bits, and sums built to end at or near half-way.
+void fma_rounds_once(Lines& lines) {
+    using V = isa::VecScalar;
+    constexpr uint32_t kSpecial[] = {0,          1,          0x007fffff, 0x00800000, 0x00800001, 0x33800000, 0x34000000,
+                                     0x3f7fffff, 0x3f800000, 0x3f800001, 0x1f800000, 0x20000000, 0x7f7fffff};
+    Random random(1);
+    const auto finite = [&](int kind) {
+        const uint32_t r = random.bits(), sign = r & 0x80000000u;
+        if (kind == 0)
+            return std::bit_cast<float>(sign | kSpecial[r % std::size(kSpecial)]);
+        if (kind == 1)
+            return std::bit_cast<float>(r & 0x80ffffffu); // denormal or the smallest normal
+        if (kind == 2)
+            return static_cast<float>(static_cast<int32_t>(r % 4097) - 2048);
+        return std::bit_cast<float>(sign | (r & 0x7fffffffu) % 0x7f800000u);
+    };
+    Hash hash;
+    bool wrong = false;
+    for (int n = 0; n < 100'000; ++n) {
+        float x[kLanes], y[kLanes], z[kLanes], r[kLanes];
+        for (int i = 0; i < kLanes; ++i) {
+            x[i] = finite(random.below(4));
+            y[i] = finite(random.below(4));
+            z[i] = finite(random.below(4));
+            const float p = x[i] * y[i];
+            const int form = random.below(4);
+            if (form > 1 && std::fabs(p) < INFINITY) // the product itself, its neighbours, or the product 2^-31 to 2^31 times
+                z[i] = form == 2 ? std::bit_cast<float>(std::bit_cast<uint32_t>(p) ^ (random.bits() & 0x80000003u))
+                                 : std::ldexp(p, random.below(63) - 31);
+            if (!(std::fabs(z[i]) < INFINITY))
+                z[i] = 1;
+        }
+        V::store(r, V::fma(V::load(x), V::load(y), V::load(z)));
+        for (int i = 0; i < kLanes; ++i) {
+            const auto want = std::bit_cast<uint32_t>(std::fma(x[i], y[i], z[i]));
+            wrong |= want != std::bit_cast<uint32_t>(r[i]) || want != std::bit_cast<uint32_t>(V::fma_lane(x[i], y[i], z[i]));
+        }
+        hash.bytes(r, sizeof r);
+    }
+    if (wrong)
+        std::fprintf(stderr, "the scalar fma rounds otherwise than the C library's\n");
+    lines.push_back({"scalar_fma", wrong ? 0 : hash.value()});
+}
 
 constexpr int64_t kLengths[] = {1, 2, 15, 16, 17, 31, 33, 64, 100, 576, 1001};
 
@@ -434,6 +480,7 @@ void sampling(const KernelTable& k, Lines& lines) {
 
 Lines run(const KernelTable& k) {
     Lines lines;
+    fma_rounds_once(lines);
     row_kernels(k, lines);
     rope(k, lines);
     quantize(k, lines);
