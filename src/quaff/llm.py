@@ -25,7 +25,7 @@ from quaff.config import Activations, EngineConfig, ModelConfig, Schedule
 from quaff.engine.engine import Engine, FinishReason, Request
 from quaff.engine.runner import Runner
 from quaff.engine.sampler import SamplingParams, StopMatcher
-from quaff.errors import ConfigError, PromptError, QuaffError
+from quaff.errors import ConfigError, PromptError, QuaffError, located
 from quaff.graph.builder import build_graph
 from quaff.graph.program import Graph
 from quaff.models import family
@@ -310,7 +310,7 @@ def load(
     if isa is not None:
         set_isa(isa)
     path = hub.resolve(model, progress)
-    with open_checkpoint(path) as checkpoint:
+    with located(path), open_checkpoint(path) as checkpoint:
         return LLM(checkpoint, config, (lambda done, total: progress("packing weights", done, total)) if progress else None)
 
 

@@ -264,16 +264,14 @@ class PageCache:
             if begin == end:
                 continue
             first = begin // PAGE
-            pages = np.stack([self.pools[k].array(page) for page in s.tables[k].ids[first : pages_for(end)].tolist()])
-            n = len(pages)
-            shape = (n, len(kind.layers), kind.kv_heads)
-            keys = pages[:, :, :, 0].reshape(*shape, kind.dim, PAGE).transpose(1, 2, 0, 4, 3).reshape(*shape[1:], n * PAGE, kind.dim)
-            values = pages[:, :, :, 1].reshape(*shape, PAGE, kind.dim).transpose(1, 2, 0, 3, 4).reshape(*shape[1:], n * PAGE, kind.dim)
+            pages = [self.pools[k].array(page) for page in s.tables[k].ids[first : pages_for(end)].tolist()]
             rows = slice(begin - first * PAGE, end - first * PAGE)
             for layer in range(len(kind.layers)):
                 for head in range(kind.kv_heads):
-                    update(keys[layer, head, rows].astype("<u2", copy=False).tobytes())
-                    update(values[layer, head, rows].astype("<u2", copy=False).tobytes())
+                    keys = np.concatenate([page[layer, head, 0].reshape(kind.dim, PAGE).T for page in pages])
+                    values = np.concatenate([page[layer, head, 1].reshape(PAGE, kind.dim) for page in pages])
+                    update(keys[rows].astype("<u2", copy=False).tobytes())
+                    update(values[rows].astype("<u2", copy=False).tobytes())
 
     def kv_sha256(self, sequence: int) -> str:
         """Hash of the state that the next row can see: written positions only, so every path to the same tokens gives the same hash."""
