@@ -21,51 +21,51 @@ struct Weight {
     Codes codes;
     Scales scales;
     bool has_min;
-    int32_t group;         // weights that share one scale: 16 or 32 (integer codes only)
-    int32_t offset;        // stored code minus true code: 128 for kByte, 0..8 for kNibble. Unused with a codebook
+    int32_t group;          // weights that share one scale: 16 or 32 (integer codes only)
+    int32_t offset;         // stored code minus true code: 128 for kByte, 0..8 for kNibble. Unused with a codebook
     const int8_t* codebook; // 16 signed values that the nibbles stand for, or null
-    int64_t rows, cols;    // true shape; panels = ceil(rows/16), cols is a multiple of 32 for integer codes. Pad rows are zero with scale 0
-    const uint8_t* data;   // panels, 64-byte aligned
-    const void* scale;     // f16 or f32
-    const void* min;       // the same type as scale, value added: w = scale*code + min
-    int64_t panel_bytes;   // bytes of one panel's codes
-    int64_t groups;        // cols / group
+    int64_t rows, cols;  // true shape; panels = ceil(rows/16), cols is a multiple of 32 for integer codes. Pad rows are zero with scale 0
+    const uint8_t* data; // panels, 64-byte aligned
+    const void* scale;   // f16 or f32
+    const void* min;     // the same type as scale, value added: w = scale*code + min
+    int64_t panel_bytes; // bytes of one panel's codes
+    int64_t groups;      // cols / group
 };
 
 // Quantised activations of `rows` rows: int8 codes, one f32 scale per 32, code sums per 16 and per 32.
 struct QuantRows {
-    int8_t* q;       // [rows][q_stride]
-    float* scale;    // [rows][s_stride], s_stride >= cols/32
-    int32_t* sum32;  // [rows][s_stride]
-    int32_t* sum16;  // [rows][2*s_stride]
+    int8_t* q;      // [rows][q_stride]
+    float* scale;   // [rows][s_stride], s_stride >= cols/32
+    int32_t* sum32; // [rows][s_stride]
+    int32_t* sum16; // [rows][2*s_stride]
     int64_t q_stride, s_stride;
 };
 
 struct LinearArgs {
     const Weight* w;
-    int64_t rows;          // activation rows
-    const QuantRows* x;    // integer weights with int8 activations
-    const float* xf;       // float activations [rows][xf_stride] (float weights, or activations="float32")
+    int64_t rows;       // activation rows
+    const QuantRows* x; // integer weights with int8 activations
+    const float* xf;    // float activations [rows][xf_stride] (float weights, or activations="float32")
     int64_t xf_stride;
-    const float* bias;     // [w->rows] or null
-    float* out;            // out[row_map ? row_map[t] : t][n], row length out_stride
+    const float* bias; // [w->rows] or null
+    float* out;        // out[row_map ? row_map[t] : t][n], row length out_stride
     int64_t out_stride;
     const int32_t* row_map;
-    bool accumulate;       // out = out + acc (residual) instead of out = acc
+    bool accumulate; // out = out + acc (residual) instead of out = acc
 };
 
 struct AttendArgs {
-    int count;                     // query vectors in the tile, <= KernelTable::attend_tile; all of one sequence and KV head
-    const float* const* q;         // [count] -> [dim], after RoPE, unscaled
-    float* const* out;             // [count] -> [dim]
-    const int32_t* position;       // [count] absolute positions
-    const uint16_t* const* pages;  // page p of this sequence, layer and head: K transposed f16 [dim][64], then V f16 [64][dim]
-    int64_t head_offset;           // added (in u16 units) to every page pointer
-    int32_t dim;                   // a multiple of 16, <= 256
-    int32_t window;                // 0: none. Visible: j <= i and, with a window, j > i - window
-    float scale;                   // q is multiplied by it once
-    float cap;                     // 0: none. cap * tanh(s * (1/cap))
-    float* scratch;                // attend_scratch_floats(dim) floats, 64-byte aligned
+    int count;                    // query vectors in the tile, <= KernelTable::attend_tile; all of one sequence and KV head
+    const float* const* q;        // [count] -> [dim], after RoPE, unscaled
+    float* const* out;            // [count] -> [dim]
+    const int32_t* position;      // [count] absolute positions
+    const uint16_t* const* pages; // page p of this sequence, layer and head: K transposed f16 [dim][64], then V f16 [64][dim]
+    int64_t head_offset;          // added (in u16 units) to every page pointer
+    int32_t dim;                  // a multiple of 16, <= 256
+    int32_t window;               // 0: none. Visible: j <= i and, with a window, j > i - window
+    float scale;                  // q is multiplied by it once
+    float cap;                    // 0: none. cap * tanh(s * (1/cap))
+    float* scratch;               // attend_scratch_floats(dim) floats, 64-byte aligned
 };
 
 struct KernelTable {
@@ -94,10 +94,10 @@ struct KernelTable {
     int panels_per_unit; // panels a worker should claim at once
 
     // Vocabulary kernels.
-    float (*row_max)(const float* x, int64_t n);                            // width-16 maximum fold from -inf
-    void (*probabilities)(const float* x, float m, float* p, int64_t n);    // P(x - m)
-    float (*sum16)(const float* x, int64_t n);                              // width-16 fold from +0
-    void (*exp_row)(const float* x, float* y, int64_t n);                   // E(x), for tests
+    float (*row_max)(const float* x, int64_t n);                         // width-16 maximum fold from -inf
+    void (*probabilities)(const float* x, float m, float* p, int64_t n); // P(x - m)
+    float (*sum16)(const float* x, int64_t n);                           // width-16 fold from +0
+    void (*exp_row)(const float* x, float* y, int64_t n);                // E(x), for tests
     void (*sigmoid_row)(const float* x, float* y, int64_t n);
     void (*tanh_row)(const float* x, float* y, int64_t n);
 

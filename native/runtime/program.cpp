@@ -75,6 +75,7 @@ public:
         case OpKind::kKvWrite:
             scratch(in[0], false);
             scratch(in[1], false);
+            need(ints[3] >= 16 && ints[3] <= 256 && ints[3] % 16 == 0, "head size must be 16 to 256, a multiple of 16");
             need(ints[2] >= 1 && ints[3] >= 1 && width(in[0]) == int64_t{ints[2]} * ints[3] && width(in[1]) == width(in[0]),
                  "heads and width disagree");
             break;

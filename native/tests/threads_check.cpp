@@ -14,12 +14,15 @@ int main() {
             const int64_t units = 1 + (round * 7919) % 37;
             std::vector<int> runs(static_cast<size_t>(units), 0); // not atomic: a unit that ran twice or late is a race a sanitizer sees
             pool.run(units, [&](int64_t u, int worker) {
-                if (worker < 0 || worker >= threads) std::abort();
+                if (worker < 0 || worker >= threads)
+                    std::abort();
                 ++runs[static_cast<size_t>(u)];
             });
             for (int64_t u = 0; u < units; ++u)
-                if (runs[static_cast<size_t>(u)] != 1) return std::printf("unit %lld of job %lld ran %d times\n", (long long)u, jobs, runs[(size_t)u]), 1;
-            if (round % 5000 == 0) std::this_thread::sleep_for(std::chrono::milliseconds(2)); // longer than the spin: workers sleep
+                if (runs[static_cast<size_t>(u)] != 1)
+                    return std::printf("unit %lld of job %lld ran %d times\n", (long long)u, jobs, runs[(size_t)u]), 1;
+            if (round % 5000 == 0)
+                std::this_thread::sleep_for(std::chrono::milliseconds(2)); // longer than the spin: workers sleep
             ++jobs;
         }
     }
