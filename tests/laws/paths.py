@@ -27,7 +27,7 @@ from quaff.weights.budget import Accountant
 from quaff.weights.resident import ResidentWeights
 
 WHOLE = Order("chunk", 1 << 20)
-ISAS = [name for name in ("scalar", "avx2", "avx512") if name in _native.available_isas()]
+ISAS = _native.available_isas()
 
 
 @dataclass
