@@ -52,6 +52,7 @@ bits: $(READY) ## hash every kernel on every instruction set of this machine and
 	$(CMAKE) -S . -B build/native -DQUAFF_TESTS=ON >/dev/null
 	$(CMAKE) --build build/native --parallel $(JOBS) --target bits
 	build/native/bits
+	! build/native/bits --broken >/dev/null 2>&1
 
 bits-arm: ## the same for NEON under emulation (needs g++-aarch64-linux-gnu and qemu-user)
 	bash native/tests/bits_arm.sh
@@ -60,6 +61,7 @@ bits-arm: ## the same for NEON under emulation (needs g++-aarch64-linux-gnu and 
 SAN     := build/sanitize
 SANSITE  = $(shell $(PY) -c "import sysconfig; print(sysconfig.get_path('purelib', vars={'base': '$(SAN)/venv'}))")
 RUNTIME  = $(shell $${CXX:-g++} -print-file-name=libasan.so):$(shell $${CXX:-g++} -print-file-name=libstdc++.so)
+SLICE    = tests/kernels tests/hostile $(addprefix tests/laws/test_,isa.py mixed_batches.py pause_and_continue.py)
 CHECKED  = env ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1
 
 sanitize: $(VENV)/.test ## kernels, packing, runtime and hostile files under ASan and UBSan
@@ -67,8 +69,8 @@ sanitize: $(VENV)/.test ## kernels, packing, runtime and hostile files under ASa
 	QUAFF_SANITIZE=ON CMAKE_BUILD_PARALLEL_LEVEL=$(JOBS) $(PIP) --no-build-isolation --no-deps --upgrade --target $(SANSITE) \
 	  -C build-dir=$(SAN)/cmake -C cmake.define.QUAFF_TESTS=ON .
 	$(PY) -c "import sysconfig; print(sysconfig.get_path('purelib'))" > $(SANSITE)/packages.pth
-	for program in bits linear_check; do $(CHECKED) $(SAN)/cmake/$$program || exit 1; done
-	$(CHECKED) LD_PRELOAD=$(RUNTIME) $(SAN)/venv/bin/python -m pytest -p no:cacheprovider tests/kernels tests/hostile tests/laws -m "not models and not slow"
+	for program in bits linear_check threads_check; do $(CHECKED) $(SAN)/cmake/$$program || exit 1; done
+	$(CHECKED) LD_PRELOAD=$(RUNTIME) $(SAN)/venv/bin/python -m pytest --numprocesses $(JOBS) -p no:cacheprovider $(SLICE) -m "not models"
 
 bench: $(READY) ## prompt and decode speed of MODEL, with the control, and the machine's ceilings
 	$(BIN)/quaff bench $(MODEL) -p 512 -n 64 --schedule chunk,token
