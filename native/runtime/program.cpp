@@ -220,6 +220,8 @@ int32_t Model::add_stage(std::shared_ptr<const Program> program, std::vector<std
             break;
         }
     }
+    if (std::any_of(p.ops.begin(), p.ops.end(), [](const Op& op) { return op.kind == OpKind::kKvWrite; }))
+        last_mixer = stages.size();
     stages.push_back({std::move(program), std::move(weights)});
     return static_cast<int32_t>(stages.size()) - 1;
 }

@@ -57,6 +57,7 @@ public:
     const int64_t dim, vocab;
     std::vector<std::shared_ptr<RopeTable>> ropes;
     std::vector<Stage> stages;
+    size_t last_mixer = 0; // last stage that touches KV state: later ones run only for rows whose logits are wanted
 };
 
 } // namespace quaff

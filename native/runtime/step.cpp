@@ -83,7 +83,7 @@ public:
                 for (int32_t row = in_.ranges[2 * r]; row < in_.ranges[2 * r + 1]; ++row)
                     cell_rows_.push_back(row);
             if (!cell_rows_.empty())
-                run_stage(model_.stages[static_cast<size_t>(in_.cell_stage[c])]);
+                run_stage(static_cast<size_t>(in_.cell_stage[c]));
             control_.cells_done.store(c + 1, std::memory_order_relaxed);
             result_.cells_done = c + 1;
         }
@@ -228,7 +228,8 @@ private:
     int64_t cell_size() const { return static_cast<int64_t>(cell_rows_.size()); }
     uint8_t* worker_scratch(int worker) const { return scratch_ + scratch_bytes_ * static_cast<size_t>(worker); }
 
-    void run_stage(const Stage& stage) {
+    void run_stage(size_t index) {
+        const Stage& stage = model_.stages[index];
         uint8_t* at = buffers_;
         floats_.clear();
         ints_.clear();
@@ -255,18 +256,18 @@ private:
             at += buffer_bytes(b, capacity_);
         }
         program_ = stage.program.get();
-        const bool head = writes_logits(stage);
-        if (head)
+        const bool tail = index > model_.last_mixer;
+        if (writes_logits(stage))
             result_.counters.head_rows += cell_size();
         for (const Op& op : program_->ops) {
-            run_op(stage, op, head);
+            run_op(stage, op, tail);
             ++result_.counters.launches;
             const Counters& c = result_.counters;
             control_.work_done.store(c.macs + c.attention_macs + c.head_macs, std::memory_order_relaxed);
         }
     }
 
-    void run_op(const Stage& stage, const Op& op, bool head) {
+    void run_op(const Stage& stage, const Op& op, bool tail) {
         switch (op.kind) {
         case OpKind::kEmbed:
             return embed(stage, op);
@@ -275,7 +276,7 @@ private:
         case OpKind::kQuantize:
             return each_row([&](int64_t i, int) { quantize(buffer_row(op.inputs[0], i), op.outputs[0], i); });
         case OpKind::kLinear:
-            return linear(stage, op, head);
+            return linear(stage, op, tail);
         case OpKind::kRope:
             return rope(op);
         case OpKind::kKvWrite:
@@ -346,7 +347,7 @@ private:
         });
     }
 
-    void linear(const Stage& stage, const Op& op, bool head) {
+    void linear(const Stage& stage, const Op& op, bool tail) {
         const size_t n = op.outputs.size();
         const int64_t rows = cell_size();
         std::vector<LinearArgs> args(n);
@@ -392,8 +393,8 @@ private:
             panels_per_unit[j] = per_unit;
             first[j + 1] = first[j] + (panels + per_unit - 1) / per_unit;
             auto& c = result_.counters;
-            (head ? c.head_bytes_touched : c.weight_bytes_touched) += mw.matrix.bytes;
-            (head ? c.head_macs : c.macs) += rows * w.rows * w.cols;
+            (tail ? c.head_bytes_touched : c.weight_bytes_touched) += mw.matrix.bytes;
+            (tail ? c.head_macs : c.macs) += rows * w.rows * w.cols;
         }
         rt_.pool_.run(first[n], [&](int64_t u, int worker) {
             size_t j = 0;

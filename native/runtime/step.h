@@ -15,7 +15,7 @@ struct Control {
     std::atomic<int64_t> work_done{0}; // multiply-accumulates finished, layers, attention and head together
 };
 
-struct Counters { // batch.Counters says what each one counts
+struct Counters { // batch.Counters says what each one counts; head_... are all stages after the last mixer
     int64_t weight_bytes_touched = 0, embedding_bytes_touched = 0, head_bytes_touched = 0, launches = 0, macs = 0, attention_macs = 0,
             head_macs = 0, head_rows = 0, kv_bytes_written = 0;
 };

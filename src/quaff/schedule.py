@@ -254,6 +254,7 @@ def stage_costs(graph: Graph, weight_bytes: Mapping[str, int], vocab_rows: int) 
 def predict(costs: Sequence[StageCost], spans: Sequence[Range], starts: Sequence[int], cells: Iterable[Cell]) -> Counters:
     """Exact counters of a step: what the native executor counts must equal this. `starts` are the positions of the spans' first rows."""
     first_rows = [begin for begin, _ in spans]
+    last_mixer = max((i for i, cost in enumerate(costs) if cost.spec.kind == "mixer"), default=0)
     touched = embedding = head_bytes = launches = macs = attention = head_macs = head_rows = kv_bytes = 0
     for stage, ranges in cells:
         cost = costs[stage]
@@ -261,10 +262,10 @@ def predict(costs: Sequence[StageCost], spans: Sequence[Range], starts: Sequence
         launches += cost.launches
         if cost.spec.kind == "embed":
             embedding += rows * cost.table_bytes // cost.table_rows
-        elif cost.spec.kind == "head":
+        elif stage > last_mixer:
             head_bytes += cost.weight_bytes
             head_macs += rows * cost.macs
-            head_rows += rows
+            head_rows += rows if cost.spec.kind == "head" else 0
         else:
             touched += cost.weight_bytes
             macs += rows * cost.macs
