@@ -59,7 +59,7 @@ class Tiny:
         for i in range(self.layers):
             for role, shape in matrices.items():
                 out[f"blk.{i}.{role}.weight"] = (shape, self._type(role))
-                if self.biased and role.startswith("attn"):
+                if role in self._biased_roles():
                     out[f"blk.{i}.{role}.bias"] = (shape[:1], "F32")
             for role, n in vectors.items():
                 out[f"blk.{i}.{role}.weight"] = ((n,), "F32")
@@ -103,6 +103,11 @@ class Tiny:
         writer.write_tensors_to_file()
         writer.close()
         return path
+
+    def _biased_roles(self) -> tuple[str, ...]:
+        if self.architecture == "qwen2":
+            return ("attn_q", "attn_k", "attn_v")
+        return ("attn_q", "attn_k", "attn_v", "attn_output") if self.biased else ()
 
     def _type(self, role: str) -> str:
         return self.types.get(role, self.types[""])
@@ -200,6 +205,7 @@ CASES: dict[str, Tiny] = {
     "llama-float": Tiny(
         dim=40, heads=3, kv_heads=3, ffn_dim=72, types={"": "F16", "attn_k": "BF16", "ffn_up": "F32"}, embedding="F16", seed=4
     ),
+    "qwen2": Tiny("qwen2", dim=96, heads=6, kv_heads=2, types={"": "Q8_0", "attn_v": "Q4_1"}, vocab=304, seed=7),
     "gemma3": Tiny("gemma3", layers=6, heads=2, kv_heads=1, head_dim=32, window=24, types=MIXED, seed=5),
     "gemma3-wide": Tiny("gemma3", layers=7, heads=4, kv_heads=2, head_dim=16, window=80, rope_factor=8.0, vocab=305, seed=6),
 }

@@ -121,9 +121,9 @@ class Family:
                 raise UnsupportedError(f"vector {spec.name} has ggml type {ggml_type}; norms and biases must be F32")
 
 
-def decoder_table(config: ModelConfig, layer: Mapping[str, tuple[int, ...]], biased: tuple[str, ...] = ()) -> tuple[TensorSpec, ...]:
+def decoder_table(config: ModelConfig, layer: Mapping[str, tuple[int, ...]], biased: Mapping[str, bool]) -> tuple[TensorSpec, ...]:
     """Table of a decoder: embedding, final norm, optional head (absent: the embedding is the head), and per layer the roles in `layer`;
-    roles in `biased` may have a bias."""
+    roles in `biased` must (True) or may (False) have a bias."""
 
     def specs() -> Iterator[TensorSpec]:
         yield TensorSpec("token_embd.weight", (config.vocab, config.dim))
@@ -132,8 +132,8 @@ def decoder_table(config: ModelConfig, layer: Mapping[str, tuple[int, ...]], bia
         for i in range(len(config.layers)):
             for role, shape in layer.items():
                 yield TensorSpec(f"blk.{i}.{role}.weight", shape)
-            for role in biased:
-                yield TensorSpec(f"blk.{i}.{role}.bias", layer[role][:1], optional=True)
+            for role, required in biased.items():
+                yield TensorSpec(f"blk.{i}.{role}.bias", layer[role][:1], optional=not required)
 
     return tuple(specs())
 

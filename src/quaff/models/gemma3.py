@@ -66,7 +66,7 @@ def table(c: ModelConfig) -> tuple[TensorSpec, ...]:
         "ffn_down": (c.dim, c.ffn_dim),
         "post_ffw_norm": (c.dim,),
     }
-    return decoder_table(c, layer)
+    return decoder_table(c, layer, biased={})
 
 
 def mixer(g: Builder, c: ModelConfig, layer: LayerConfig, w: Weights) -> None:

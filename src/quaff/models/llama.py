@@ -11,19 +11,23 @@ from quaff.config import AttentionConfig, LayerConfig, ModelConfig, RopeConfig
 from quaff.models.family import Builder, Family, Tensors, TensorSpec, Weights, decoder_table, vocab_size
 from quaff.models.metadata import MetadataReader, head_dim, model_name
 
+# Biases of the attention's projections, by whether a file must have them: few Llama files do.
+BIASES = {"attn_q": False, "attn_k": False, "attn_v": False, "attn_output": False}
 
-def config(metadata: Mapping[str, Any], tensors: Tensors) -> ModelConfig:
-    m = MetadataReader(metadata, "llama")
+
+def config(metadata: Mapping[str, Any], tensors: Tensors, architecture: str = "llama", interleaved: bool = True) -> ModelConfig:
+    m = MetadataReader(metadata, architecture)
     m.refuse_unless("expert_count", (0,), "mixture of experts")
     m.refuse_unless("expert_used_count", (0,), "mixture of experts")
     m.refuse_unless("attention.causal", (True,), "attention without a causal mask")
     dim, heads = m.integer("embedding_length"), m.integer("attention.head_count")
     size = head_dim(m, dim, heads)
-    # The converter permutes q and k so that pairs lie side by side.
-    rope = RopeConfig(m.number("rope.freq_base", 10000.0), m.integer("rope.dimension_count", size), True, m.linear_rope_factor())
+    # The converter permutes Llama's q and k so that rotary pairs lie side by side.
+    rotary, factor = m.integer("rope.dimension_count", size), m.linear_rope_factor()
+    rope = RopeConfig(m.number("rope.freq_base", 10000.0), rotary, interleaved, factor)
     attention = AttentionConfig(heads, m.integer("attention.head_count_kv", heads), size, 0, float(np.float32(1 / np.sqrt(float(size)))))
     c = ModelConfig(
-        architecture="llama",
+        architecture=architecture,
         name=model_name(metadata),
         dim=dim,
         ffn_dim=m.integer("feed_forward_length"),
@@ -36,7 +40,7 @@ def config(metadata: Mapping[str, Any], tensors: Tensors) -> ModelConfig:
     return c
 
 
-def table(c: ModelConfig) -> tuple[TensorSpec, ...]:
+def table(c: ModelConfig, biased: Mapping[str, bool] = BIASES) -> tuple[TensorSpec, ...]:
     a = c.layers[0].attention
     q, kv = a.heads * a.head_dim, a.kv_heads * a.head_dim
     layer = {
@@ -50,7 +54,7 @@ def table(c: ModelConfig) -> tuple[TensorSpec, ...]:
         "ffn_up": (c.ffn_dim, c.dim),
         "ffn_down": (c.dim, c.ffn_dim),
     }
-    return decoder_table(c, layer, biased=("attn_q", "attn_k", "attn_v", "attn_output"))
+    return decoder_table(c, layer, biased)
 
 
 def embed(g: Builder, c: ModelConfig, w: Weights) -> None:

@@ -23,6 +23,11 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> tuple[Metadata, dict[str,
 
 
 @pytest.fixture(scope="module")
+def qwen2(tmp_path_factory: pytest.TempPathFactory) -> tuple[Metadata, dict[str, tuple[tuple[int, ...], int]]]:
+    return read(CASES["qwen2"].write(tmp_path_factory.mktemp("tiny") / "qwen2.gguf"))[:2]
+
+
+@pytest.fixture(scope="module")
 def gemma3(tmp_path_factory: pytest.TempPathFactory) -> tuple[Metadata, dict[str, tuple[tuple[int, ...], int]]]:
     return read(CASES["gemma3-wide"].write(tmp_path_factory.mktemp("tiny") / "gemma3.gguf"))[:2]
 
@@ -35,7 +40,7 @@ def refused(error: type[QuaffError], match: str, metadata: Metadata, tensors: Te
 
 
 def test_unknown_architecture_is_named_with_the_known_ones() -> None:
-    with pytest.raises(UnsupportedError, match="'mamba'.*gemma3, llama"):
+    with pytest.raises(UnsupportedError, match="'mamba'.*gemma3, llama, qwen2"):
         family("mamba")
 
 
@@ -58,6 +63,17 @@ def test_llama_conventions(llama: tuple[Metadata, Tensors]) -> None:
     layer = c.layers[0]
     assert layer.kind == "full" and layer.rope.interleaved and layer.rope.linear_factor == 1.0
     assert layer.attention.scale == 0.25 and c.embedding_scale == 1.0
+
+
+def test_qwen2_is_llama_with_other_pairs_and_biases_that_must_be_there(qwen2: tuple[Metadata, Tensors]) -> None:
+    metadata, tensors = qwen2
+    f = FAMILIES["qwen2"]
+    c = f.config(metadata, tensors)
+    assert c.architecture == "qwen2" and not c.layers[0].rope.interleaved and c.layers[0].rope.theta == 1e6
+    assert {s.name.split(".", 2)[2] for s in f.table(c) if s.name.endswith(".bias")} == {"attn_q.bias", "attn_k.bias", "attn_v.bias"}
+    assert (f.mixer, f.ffn, f.head) == (FAMILIES["llama"].mixer, FAMILIES["llama"].ffn, FAMILIES["llama"].head)
+    refused(ConfigError, "unexpected tensor 'blk.0.attn_output.bias'", metadata, {**tensors, "blk.0.attn_output.bias": ((96,), 0)})
+    refused(UnsupportedError, "blk.1.attn_k.bias has ggml type 1", metadata, {**tensors, "blk.1.attn_k.bias": ((32,), 1)})
 
 
 def test_gemma3_conventions(gemma3: tuple[Metadata, Tensors]) -> None:
@@ -157,10 +173,11 @@ def test_linear_scaling_keys(llama: tuple[Metadata, Tensors]) -> None:
         assert c.layers[0].rope.linear_factor == factor
 
 
-def test_every_missing_tensor_is_named(llama: tuple[Metadata, Tensors], gemma3: tuple[Metadata, Tensors]) -> None:
-    for metadata, tensors in (llama, gemma3):
-        for name in tensors:
-            refused(ConfigError, f"missing tensor {name}", metadata, {k: v for k, v in tensors.items() if k != name})
+@pytest.mark.parametrize("architecture", FAMILIES)
+def test_every_missing_tensor_is_named(architecture: str, request: pytest.FixtureRequest) -> None:
+    metadata, tensors = request.getfixturevalue(architecture)
+    for name in tensors:
+        refused(ConfigError, f"missing tensor {name}", metadata, {k: v for k, v in tensors.items() if k != name})
 
 
 def test_unexpected_tensors_are_named(llama: tuple[Metadata, Tensors]) -> None:
