@@ -170,6 +170,15 @@ void bind_step(nb::module_& m) {
                 return array;
             },
             nb::rv_policy::automatic) // the default of a property would tie the array to the result, but it owns its values
+        .def_prop_ro(
+            "op_seconds",
+            [](const StepResult& r) {
+                double* out;
+                auto array = new_array<double>({r.op_seconds.size()}, &out);
+                std::copy(r.op_seconds.begin(), r.op_seconds.end(), out);
+                return array;
+            },
+            nb::rv_policy::automatic)
         .def_prop_ro("counters", [](const StepResult& r) {
             const Counters& c = r.counters;
             nb::dict d;
@@ -193,7 +202,8 @@ void bind_step(nb::module_& m) {
             "step",
             [](Runtime& self, Model& model, const std::vector<PagePool*>& pools, In<int32_t, 1> tokens, In<int32_t, 1> positions,
                In<int32_t, 1> segment_of_row, const std::vector<std::vector<In<int32_t, 1>>>& page_tables, In<int32_t, 1> cell_stage,
-               In<int32_t, 1> cell_ranges, In<int32_t, 2> ranges, In<int32_t, 1> logits_rows, Out<float, 2> logits, Control& control) {
+               In<int32_t, 1> cell_ranges, In<int32_t, 2> ranges, In<int32_t, 1> logits_rows, Out<float, 2> logits, Control& control,
+               bool profile) {
                 if (ranges.shape(1) != 2)
                     throw std::invalid_argument("step: ranges must be [n, 2]");
                 if (logits.shape(0) != logits_rows.size() || static_cast<int64_t>(logits.shape(1)) != model.vocab)
@@ -212,12 +222,13 @@ void bind_step(nb::module_& m) {
                 in.ranges = {ranges.data(), ranges.size()};
                 in.logits_rows = span(logits_rows);
                 in.logits = logits.data();
+                in.profile = profile;
                 const std::vector<const PagePool*> held(pools.begin(), pools.end());
                 nb::gil_scoped_release release;
                 return self.step(model, held, in, control);
             },
             "model"_a, "pools"_a, "tokens"_a, "positions"_a, "segment_of_row"_a, "page_tables"_a, "cell_stage"_a, "cell_ranges"_a,
-            "ranges"_a, "logits_rows"_a, "logits"_a, "control"_a);
+            "ranges"_a, "logits_rows"_a, "logits"_a, "control"_a, "profile"_a = false);
 }
 
 } // namespace

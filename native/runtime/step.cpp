@@ -2,6 +2,7 @@
 #include "dispatch.h"
 
 #include <algorithm>
+#include <chrono>
 #include <cmath>
 #include <cstdlib>
 #include <new>
@@ -13,6 +14,8 @@ namespace quaff {
 namespace {
 
 [[noreturn]] void refuse(const std::string& what) { throw std::invalid_argument("step: " + what); }
+
+using Clock = std::chrono::steady_clock;
 
 constexpr size_t kAlign = 64;
 size_t aligned(size_t bytes) { return (bytes + kAlign - 1) / kAlign * kAlign; }
@@ -70,6 +73,14 @@ public:
         for (const auto& rope : model_.ropes)
             rope->ensure(max_position_ + 1);
         reserve();
+        if (in_.profile) {
+            size_t ops = 0;
+            for (const Stage& stage : model_.stages) {
+                first_op_.push_back(ops);
+                ops += stage.program->ops.size();
+            }
+            result_.op_seconds.assign(ops, 0.0);
+        }
     }
 
     StepResult run() {
@@ -259,8 +270,12 @@ private:
         const bool tail = index > model_.last_mixer;
         if (writes_logits(stage))
             result_.counters.head_rows += cell_size();
+        size_t at_op = in_.profile ? first_op_[index] : 0;
         for (const Op& op : program_->ops) {
+            const auto begin = in_.profile ? Clock::now() : Clock::time_point{};
             run_op(stage, op, tail);
+            if (in_.profile)
+                result_.op_seconds[at_op++] += std::chrono::duration<double>(Clock::now() - begin).count();
             ++result_.counters.launches;
             const Counters& c = result_.counters;
             control_.work_done.store(c.macs + c.attention_macs + c.head_macs, std::memory_order_relaxed);
@@ -509,6 +524,7 @@ private:
     const Program* program_ = nullptr;
     std::vector<float*> floats_;
     std::vector<QuantRows> ints_;
+    std::vector<size_t> first_op_; // of every stage in op_seconds
     StepResult result_;
 };
 

@@ -26,12 +26,14 @@ struct StepInput {
     std::span<const int32_t> cell_stage, cell_ranges, ranges;       // ranges: pairs of row begin, end
     std::span<const int32_t> logits_rows;
     float* logits = nullptr; // [logits_rows][vocab]
+    bool profile = false;    // time every op
 };
 
 struct StepResult {
     int64_t cells_done = 0;
     std::vector<int32_t> poisoned; // per segment
     Counters counters;
+    std::vector<double> op_seconds; // with profile: per op of every stage, stages in order, summed over cells
 };
 
 // Growing 64-byte aligned memory whose content is not kept.

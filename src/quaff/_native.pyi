@@ -1,7 +1,6 @@
 """Types of the native module. Arrays are C-contiguous NumPy arrays; a wrong shape or dtype raises TypeError or ValueError."""
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -111,6 +110,7 @@ class Runtime:
         logits_rows: I32,  # rows whose logits are written, ascending
         logits: F32,  # [len(logits_rows), vocab]
         control: Control,
+        profile: bool = False,
     ) -> StepResult: ...
 
 class StepResult:
@@ -118,6 +118,8 @@ class StepResult:
     def cells_done(self) -> int: ...  # < cells when cancelled
     @property
     def poisoned(self) -> I32: ...  # [segments] 1 where a row became non-finite
+    @property
+    def op_seconds(self) -> NDArray[np.float64]: ...  # with profile: one per op of every stage, stages in order, summed over cells
     @property
     def counters(self) -> dict[str, int]: ...  # see batch.Counters
 

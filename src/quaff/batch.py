@@ -61,7 +61,7 @@ class Counters:
     """What a run did, counted where it happened.
 
     Bytes are bytes, `launches` executed ops (one parallel region each), `macs` multiply-accumulates of linear ops, `attention_macs` those
-    of scores and values over visible positions. Stages after the last mixer (the last ffn, the head) run only for rows whose logits are
+    of scores and values over visible positions. Stages after the last layer's keys and values run only for rows whose logits are
     wanted; they count as `head_...`, so that `weight_bytes_touched` follows the rows of a prompt alone. The embedding is apart too.
     """
 

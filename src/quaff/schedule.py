@@ -2,6 +2,7 @@
 
 Down the grid are stages (embed, mixer and ffn of every layer, head), across it the rows of a batch. A stage needs the stage above
 for the same rows; a mixer also needs all earlier rows of the same sequence. Every order that respects both gives the same bits.
+The last mixer ends once its state is written; its attend stage and all later ones run only for rows whose logits are wanted.
 """
 
 from __future__ import annotations
@@ -270,7 +271,7 @@ def predict(costs: Sequence[StageCost], spans: Sequence[Range], starts: Sequence
             touched += cost.weight_bytes
             macs += rows * cost.macs
             kv_bytes += rows * cost.kv_bytes
-        if cost.spec.kind == "mixer":
+        if cost.spec.kind in ("mixer", "attend"):
             for begin, end in ranges:
                 segment = bisect_right(first_rows, begin) - 1
                 while begin < end:

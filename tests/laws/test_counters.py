@@ -8,8 +8,6 @@ from quaff.batch import Batch, Counters, Segment
 from quaff.graph.program import OpKind
 from quaff.schedule import Order, predict
 
-LAYERED = ("mixer", "ffn")
-
 
 def run(model: Tinyrun, n: int, order: Order, logits: tuple[int, ...]) -> Counters:
     sequence = model.cache.create()
@@ -24,7 +22,7 @@ def run(model: Tinyrun, n: int, order: Order, logits: tuple[int, ...]) -> Counte
 
 
 def sizes(model: Tinyrun) -> tuple[int, int, int]:
-    """(weight bytes of the layers up to the last mixer, of the last ffn, of the head), summed here from the weights themselves."""
+    """(weight bytes of the layers up to the last keys and values, of what follows in the last layer, of the head), summed here."""
 
     def nbytes(stage: int) -> int:
         spec = model.graph.stages[stage]
@@ -32,13 +30,13 @@ def sizes(model: Tinyrun) -> tuple[int, int, int]:
         return sum(model.weights[spec.weights[s]].nbytes for s in slots)
 
     stages = len(model.graph.stages)
-    return sum(nbytes(i) for i in range(1, stages - 2)), nbytes(stages - 2), nbytes(stages - 1)
+    return sum(nbytes(i) for i in range(1, stages - 3)), nbytes(stages - 3) + nbytes(stages - 2), nbytes(stages - 1)
 
 
 @pytest.mark.parametrize("chunk", [1, 16, 33, 100, 512])
 def test_weight_bytes_fall_by_exactly_the_number_of_chunks(model: Tinyrun, chunk: int) -> None:
     n = 100
-    layers, last_ffn, head = sizes(model)
+    layers, rest, head = sizes(model)
     chunks = -(-n // chunk)
     for logits in ((), (n - 1,), (0, 40, 41, n - 1), tuple(range(n))):
         control = run(model, n, Order("token"), logits)
@@ -48,25 +46,25 @@ def test_weight_bytes_fall_by_exactly_the_number_of_chunks(model: Tinyrun, chunk
         assert batched.weight_bytes_touched * n == control.weight_bytes_touched * chunks
         assert by_layer.weight_bytes_touched <= batched.weight_bytes_touched
         cells = len({row // chunk for row in logits})
-        assert control.head_bytes_touched == len(logits) * (last_ffn + head)
-        assert batched.head_bytes_touched == cells * (last_ffn + head)
-        assert by_layer.head_bytes_touched == min(1, cells) * (last_ffn + head)
+        assert control.head_bytes_touched == len(logits) * (rest + head)
+        assert batched.head_bytes_touched == cells * (rest + head)
+        assert by_layer.head_bytes_touched == min(1, cells) * (rest + head)
         assert batched.macs == control.macs == by_layer.macs
         assert batched.attention_macs == control.attention_macs == by_layer.attention_macs
 
 
 @pytest.mark.parametrize("order", [Order("token"), Order("chunk", 7), Order("layer", 20)])
-def test_last_ffn_and_head_run_only_for_rows_that_are_asked_for(model: Tinyrun, order: Order) -> None:
+def test_rest_of_the_last_layer_and_head_run_only_for_rows_that_are_asked_for(model: Tinyrun, order: Order) -> None:
     """Logits for every row (mlx-vlm 2119): the head's cost follows the rows asked for, not the prompt."""
-    n, (layers, last_ffn, head) = 50, sizes(model)
+    n, (layers, rest, head) = 50, sizes(model)
     spent = run(model, n, order, (n - 1,))
     passes = {"token": n, "chunk": -(-n // 7), "layer": 1}[order.name]
     mixers = -(-n // 20) if order.name == "layer" else passes
     mixer_bytes = sum(model.runner.costs[i].weight_bytes for i, s in enumerate(model.graph.stages) if s.kind == "mixer")
     assert spent.weight_bytes_touched == mixers * mixer_bytes + passes * (layers - mixer_bytes)
-    assert (spent.head_rows, spent.head_bytes_touched) == (1, last_ffn + head)
-    dim, ffn, vocab = model.graph.config.dim, model.graph.config.ffn_dim, model.vocab
-    assert spent.head_macs == dim * vocab + 3 * dim * ffn
+    assert (spent.head_rows, spent.head_bytes_touched) == (1, rest + head)
+    dim, ffn, vocab, a = model.graph.config.dim, model.graph.config.ffn_dim, model.vocab, model.graph.config.layers[-1].attention
+    assert spent.head_macs == dim * vocab + 3 * dim * ffn + 2 * dim * a.heads * a.head_dim
     assert spent.weight_bytes_loaded == 0
 
 
@@ -76,17 +74,17 @@ def test_the_rest_of_the_formulas(model: Tinyrun) -> None:
     kv = sum(layer.attention.kv_heads * layer.attention.head_dim * 2 * 2 for layer in c.layers)
     assert spent.kv_bytes_written == n * kv
     attention = 0
-    for layer in c.layers:
+    for index, layer in enumerate(c.layers):
         a = layer.attention
-        visible = sum(min(i + 1, a.window) if a.window else i + 1 for i in range(n))
+        rows = range(n) if index < len(c.layers) - 1 else (n - 1,)
+        visible = sum(min(i + 1, a.window) if a.window else i + 1 for i in rows)
         attention += visible * 2 * a.head_dim * a.heads
     assert spent.attention_macs == attention
     table = model.weights["token_embd.weight"]
     assert spent.embedding_bytes_touched == sum(rows * table.nbytes // table.rows for rows in (32, 32, 26))
-    per_row = [s.macs_per_row for s in model.graph.stages if s.kind in LAYERED]
-    assert spent.macs == n * sum(per_row[:-1])
+    assert spent.macs == n * sum(s.macs_per_row for s in model.graph.stages[:-3])
     launches = [s.launches for s in model.graph.stages]
-    assert spent.launches == 3 * sum(launches[:-2]) + launches[-2] + launches[-1]
+    assert spent.launches == 3 * sum(launches[:-3]) + sum(launches[-3:])
 
 
 def test_a_wrong_prediction_is_noticed(model: Tinyrun) -> None:

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from quaff import _native
 from quaff.batch import Batch, Counters, Logits
 from quaff.errors import MemoryBudgetError
-from quaff.graph.program import Graph
+from quaff.graph.program import Graph, Op, StageSpec
 from quaff.schedule import Cell, CompiledSchedule, Grid, Order, StageCost, compile_cells, compile_order, predict, stage_costs
 from quaff.weights.budget import Accountant
 from quaff.weights.resident import ResidentWeights
@@ -53,11 +53,22 @@ class Runner:
         self._scratch_per_row = max(stage.program.scratch_bytes_per_row for stage in graph.stages)
         self._macs_per_row = sum(stage.macs_per_row for stage in graph.stages)
         self._scratch_bytes = 0
+        self._op_seconds: NDArray[np.float64] | None = None
         self.set_threads(threads)
 
     def set_threads(self, threads: int) -> None:
         self._runtime = _native.Runtime(threads)
         self.threads = threads
+
+    def start_profile(self) -> None:
+        """Time every op of the steps that follow, from zero."""
+        self._op_seconds = np.zeros(sum(len(stage.program.ops) for stage in self.graph.stages))
+
+    def stop_profile(self) -> list[tuple[StageSpec, Op, float]]:
+        """Wall-clock seconds of every op since `start_profile`, stages in grid order."""
+        seconds, self._op_seconds = self._op_seconds, None
+        ops = [(stage, op) for stage in self.graph.stages for op in stage.program.ops]
+        return [(stage, op, float(s)) for (stage, op), s in zip(ops, seconds if seconds is not None else [], strict=False)]
 
     def close(self) -> None:
         """Let go of the weights; nothing can be run afterwards."""
@@ -121,6 +132,7 @@ class Runner:
             wanted,
             values,
             self.control,
+            self._op_seconds is not None,
         )
         if sum(lengths) * self._macs_per_row < LONG_STEP_MACS:
             return self._runtime.step(*arguments)
@@ -156,6 +168,8 @@ class Runner:
         self, grid: Grid, schedule: CompiledSchedule, wanted: NDArray[np.int32], values: NDArray[np.float32], result: _native.StepResult
     ) -> Logits:
         counters = Counters(**result.counters)
+        if self._op_seconds is not None:
+            self._op_seconds += result.op_seconds
         poisoned = tuple(bool(p) for p in result.poisoned)
         done = result.cells_done
         if done == schedule.cells:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, overload
 
 from quaff.config import Activations, AttentionConfig, LayerConfig, ModelConfig, RopeConfig
 from quaff.errors import ConfigError, UnsupportedError
 from quaff.graph.fuse import fuse as fuse_program
-from quaff.graph.fuse import share_buffers
+from quaff.graph.fuse import share_buffers, split_at_state
 from quaff.graph.program import F32, INT8, LOGITS, NONE, RESIDUAL, SCRATCH, Graph, KVKind, Op, OpKind, ProgramSpec, StageKind, StageSpec
 from quaff.models.family import Family, Tensors, Value, WeightRef, Weights
 
@@ -124,11 +124,24 @@ class StageBuilder:
         self._emit(OpKind.ADD, (x.buffer,), (RESIDUAL,))
 
     def finish(self, kind: StageKind, fuse: bool) -> StageSpec:
-        program = ProgramSpec(tuple(self._buffers), tuple(self._ops))
+        return self._stage(kind, self._ops, fuse)
+
+    def finish_last_mixer(self, fuse: bool) -> tuple[StageSpec, StageSpec]:
+        """The mixer of the last layer in two stages: what leaves state behind, for every row, and the rest, for rows with logits only.
+
+        What both need (the norm before q, k and v) is computed in both.
+        """
+        state, rest = split_at_state(self._ops)
+        return self._stage("mixer", state, fuse), self._stage("attend", rest, fuse)
+
+    def _stage(self, kind: StageKind, ops: list[Op], fuse: bool) -> StageSpec:
+        used = sorted({s for op in ops for s in op.weights if s != NONE})
+        slot = {NONE: NONE} | {s: i for i, s in enumerate(used)}
+        program = ProgramSpec(tuple(self._buffers), tuple(replace(op, weights=tuple(slot[s] for s in op.weights)) for op in ops))
         program = share_buffers(fuse_program(program) if fuse else program)
-        linear = [self._weights[s] for op in self._ops if op.kind == OpKind.LINEAR for s in op.weights[: op.ints[0]]]
+        linear = [self._weights[s] for op in ops if op.kind == OpKind.LINEAR for s in op.weights[: op.ints[0]]]
         macs = sum(w.shape[0] * w.shape[1] for w in linear)
-        return StageSpec(kind, self.layer, program, tuple(w.name for w in self._weights), macs)
+        return StageSpec(kind, self.layer, program, tuple(self._weights[s].name for s in used), macs)
 
     @property
     def _layer_config(self) -> LayerConfig:
@@ -189,7 +202,9 @@ class StageBuilder:
 
 
 def build_graph(config: ModelConfig, family: Family, tensors: Tensors, activations: Activations = "int8", fuse: bool = True) -> Graph:
-    """Stages of a model in grid order: embed, (mixer, ffn) per layer, head. `tensors`: name -> (shape, ggml type).
+    """Stages of a model in grid order: embed, (mixer, ffn) per layer, head; the last mixer is followed by its attend stage.
+
+    `tensors`: name -> (shape, ggml type).
 
     Raises ConfigError for a missing, unexpected or misshapen tensor, UnsupportedError for a feature we lack; both name it.
     `fuse=False` keeps one op per step; values are the same either way.
@@ -206,7 +221,10 @@ def build_graph(config: ModelConfig, family: Family, tensors: Tensors, activatio
         w = Weights(tensors, f"blk.{i}.")
         g = StageBuilder(config, shared, i, activations)
         family.mixer(g, config, layer, w)
-        stages.append(g.finish("mixer", fuse))
+        if i < len(config.layers) - 1:
+            stages.append(g.finish("mixer", fuse))
+        else:
+            stages.extend(g.finish_last_mixer(fuse))
         g = StageBuilder(config, shared, i, activations)
         family.ffn(g, config, layer, w)
         stages.append(g.finish("ffn", fuse))

@@ -5,6 +5,7 @@ All take and return a ProgramSpec; weight slots stay as they are. Buffers that n
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 from quaff.graph.program import LOGITS, NONE, RESIDUAL, SCRATCH, Op, OpKind, ProgramSpec
@@ -103,6 +104,21 @@ def residual_in_linear(ops: list[Op]) -> list[Op]:
 
 def _unread(ops: list[Op], i: int, buffer: int) -> bool:
     return not any(buffer in later.inputs for later in ops[i + 1 :])
+
+
+def split_at_state(ops: list[Op]) -> tuple[list[Op], list[Op]]:
+    """(ops that KV state depends on, ops that the residual depends on), each in order; an op that both need is in both."""
+    return _backward(ops, lambda op: op.kind == OpKind.KV_WRITE), _backward(ops, lambda op: RESIDUAL in op.outputs)
+
+
+def _backward(ops: list[Op], wanted: Callable[[Op], bool]) -> list[Op]:
+    out: list[Op] = []
+    needed: set[int] = set()
+    for op in reversed(ops):
+        if wanted(op) or needed.intersection(b for b in op.outputs if b >= SCRATCH):
+            out.append(op)
+            needed.update(op.inputs)
+    return out[::-1]
 
 
 def share_buffers(program: ProgramSpec) -> ProgramSpec:

@@ -28,7 +28,8 @@ from typing import Literal
 
 from quaff.config import ModelConfig, RopeConfig
 
-StageKind = Literal["embed", "mixer", "ffn", "head"]
+StageKind = Literal["embed", "mixer", "attend", "ffn", "head"]
+"""A mixer leaves state behind for later rows; attend is the half of the last one that does not."""
 
 NONE = -1
 RESIDUAL = 0
@@ -147,7 +148,7 @@ class KVKind:
 
 @dataclass(frozen=True)
 class Graph:
-    """A model as stages in grid order: embed, (mixer, ffn) per layer, head."""
+    """A model as stages in grid order: embed, (mixer, ffn) per layer, head; the last mixer is followed by its attend stage."""
 
     config: ModelConfig
     stages: tuple[StageSpec, ...]

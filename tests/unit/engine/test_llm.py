@@ -102,7 +102,7 @@ def test_control_is_kept_alive_by_the_environment(path: Path, monkeypatch: pytes
     with quaff.load(path, threads=1, chunk=64) as llm:
         spent = llm.prefill(prompt(300, 40)).counters
         launches = [s.launches for s in llm.graph.stages]
-        assert spent.launches == 40 * sum(launches[:-2]) + sum(launches[-2:])
+        assert spent.launches == 40 * sum(launches[:-3]) + sum(launches[-3:])
 
 
 # Text
@@ -491,3 +491,18 @@ def test_a_callback_cannot_run_a_step_inside_a_step(llm: LLM) -> None:
     llm.engine.run([request])
     assert isinstance(request.error, RuntimeError)
     assert llm.engine.cache.sequences == 0
+
+
+def test_profile_times_every_op_that_ran(path: Path) -> None:
+    with quaff.load(path, threads=1, chunk=64) as llm:
+        runner = llm.engine.runner
+        runner.start_profile()
+        llm.prefill(prompt(300, 40), logits="none")
+        timed = runner.stop_profile()
+        assert [stage for stage, _, _ in timed] == [s for s in llm.graph.stages for _ in s.program.ops]
+        # Without logits nothing runs after the last keys and values.
+        assert all(
+            (seconds > 0) == (stage.kind not in ("attend", "head") and stage is not llm.graph.stages[-2]) for stage, _, seconds in timed
+        )
+        llm.prefill(prompt(300, 40))
+        assert runner.stop_profile() == []

@@ -33,13 +33,18 @@ def kinds(program: ProgramSpec) -> str:
 
 def test_llama_stages(tmp_path: Path) -> None:
     g = graph(tmp_path, "llama-gqa")
-    assert [(s.kind, s.layer) for s in g.stages] == [("embed", -1), ("mixer", 0), ("ffn", 0), ("mixer", 1), ("ffn", 1), ("head", -1)]
-    embed, mixer, ffn, *_, head = g.stages
+    names = [(s.kind, s.layer) for s in g.stages]
+    assert names == [("embed", -1), ("mixer", 0), ("ffn", 0), ("mixer", 1), ("attend", 1), ("ffn", 1), ("head", -1)]
+    embed, mixer, ffn, last_mixer, attend, last_ffn, head = g.stages
     assert kinds(embed.program) == "EMBED"
     assert kinds(mixer.program) == "RMS_NORM LINEAR ROPE ROPE KV_WRITE ATTEND QUANTIZE LINEAR"
     assert kinds(ffn.program) == "RMS_NORM LINEAR GLU LINEAR"
     assert kinds(head.program) == "RMS_NORM LINEAR"
-    assert g.stages[2].program == g.stages[4].program, "equal stages share one program"
+    assert kinds(last_mixer.program) == "RMS_NORM LINEAR ROPE KV_WRITE"
+    assert kinds(attend.program) == "RMS_NORM LINEAR ROPE ATTEND QUANTIZE LINEAR"
+    assert last_mixer.weights == ("blk.1.attn_norm.weight", "blk.1.attn_k.weight", "blk.1.attn_v.weight")
+    assert last_mixer.macs_per_row + attend.macs_per_row == mixer.macs_per_row
+    assert ffn.program == last_ffn.program, "equal stages share one program"
     assert head.weights == ("output_norm.weight", "token_embd.weight"), "tied"
 
 
