@@ -9,6 +9,7 @@ F32 = NDArray[np.float32]
 I32 = NDArray[np.int32]
 U8 = NDArray[np.uint8]
 U16 = NDArray[np.uint16]
+OpTuple = tuple[int, Sequence[int], Sequence[int], Sequence[int], Sequence[int], Sequence[float]]
 
 NUMERICS_VERSION: int
 PAGE: int  # 64
@@ -40,7 +41,7 @@ class Weight:
     def dequantize(self, row0: int = 0, count: int = -1) -> F32: ...  # [count, cols]
 
 class RopeTable:
-    """cos and sin by position, grown on demand: inv_freq_i = theta^(-2i/rotary_dim) / linear_factor, float64 code of our own, rounded once."""
+    """cos and sin by position, grown on demand: inv_freq_i = theta^(-2i/rotary_dim) / linear_factor in our own float64 code, rounded once."""
 
     def __init__(self, theta: float, rotary_dim: int, linear_factor: float = 1.0) -> None: ...
     def rows(self, positions: I32) -> F32: ...  # [n, rotary_dim]: cos half, then sin half
@@ -63,7 +64,7 @@ class PagePool:
 class Program:
     """Ops of one stage kind, checked when built. Buffer 0 is the residual; see graph/program.py for kinds and fields."""
 
-    def __init__(self, buffers: Sequence[tuple[int, int]], ops: Sequence[tuple[int, Sequence[int], Sequence[int], Sequence[int], Sequence[int], Sequence[float]]]) -> None: ...
+    def __init__(self, buffers: Sequence[tuple[int, int]], ops: Sequence[OpTuple]) -> None: ...
     # buffers: (width, kind 0 = f32 | 1 = int8 rows); ops: (kind, inputs, outputs, weight slots, ints, floats); slot -1 = none
 
 class Model:
