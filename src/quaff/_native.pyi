@@ -41,7 +41,7 @@ class Weight:
     def dequantize(self, row0: int = 0, count: int = -1) -> F32: ...  # [count, cols]
 
 class RopeTable:
-    """cos and sin by position, grown on demand: inv_freq_i = theta^(-2i/rotary_dim) / linear_factor in our own float64 code, rounded once."""
+    """cos and sin by position, grown on demand: inv_freq_i = theta^(-2i/rotary_dim) / linear_factor, in float64, rounded once."""
 
     def __init__(self, theta: float, rotary_dim: int, linear_factor: float = 1.0) -> None: ...
     def rows(self, positions: I32) -> F32: ...  # [n, rotary_dim]: cos half, then sin half
