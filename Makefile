@@ -100,6 +100,7 @@ $(VENV)/.python:
 $(READY): $(VENV)/.python $(SOURCES)
 	$(call needs,['build-system']['requires']) > $(VENV)/build.txt
 	$(PIP) --requirement $(VENV)/build.txt $$(command -v cmake >/dev/null || echo cmake) $$(command -v ninja >/dev/null || echo ninja)
+	@echo "building the native module: a minute or two"
 	CMAKE_BUILD_PARALLEL_LEVEL=$(JOBS) $(PIP) --no-build-isolation --editable .
 	@touch $@
 

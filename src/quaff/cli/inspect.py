@@ -40,25 +40,31 @@ def describe(checkpoint: Checkpoint) -> dict[str, Any]:
         counts[view.type_name] += 1
         sizes[view.type_name] += view.nbytes
     metadata = checkpoint.metadata
+
+    def known(key: str, kind: type[Any]) -> Any:
+        """The value of a key, or None when it is missing or of another kind than it should be."""
+        value = metadata.get(key)
+        return value if isinstance(value, kind) and not (kind is int and isinstance(value, bool)) else None
+
     report: dict[str, Any] = {
         "path": str(checkpoint.path),
         "file_bytes": checkpoint.file_bytes,
         "architecture": checkpoint.architecture,
-        "name": metadata.get("general.name"),
+        "name": known("general.name", str),
         "supported": True,
         "reason": None,
         "parameters": parameters(tensors),
         "tensor_types": {kind: {"tensors": counts[kind], "bytes": sizes[kind]} for kind in sorted(sizes, key=lambda k: -sizes[k])},
-        "context_length": metadata.get(f"{checkpoint.architecture}.context_length"),
-        "layers": metadata.get(f"{checkpoint.architecture}.block_count"),
-        "tokenizer": {"model": metadata.get("tokenizer.ggml.model"), "pre": metadata.get("tokenizer.ggml.pre")},
-        "vocabulary": len(metadata.get("tokenizer.ggml.tokens", ())),
-        "chat_template": "tokenizer.chat_template" in metadata,
+        "context_length": known(f"{checkpoint.architecture}.context_length", int),
+        "layers": known(f"{checkpoint.architecture}.block_count", int),
+        "tokenizer": {"model": known("tokenizer.ggml.model", str), "pre": known("tokenizer.ggml.pre", str)},
+        "vocabulary": len(known("tokenizer.ggml.tokens", list) or ()),
+        "chat_template": known("tokenizer.chat_template", str) is not None,
         "memory": None,
     }
     try:
-        known = family(checkpoint.architecture)
-        graph = build_graph(known.config(metadata, tensors), known, tensors)
+        model_family = family(checkpoint.architecture)
+        graph = build_graph(model_family.config(metadata, tensors), model_family, tensors)
         report["memory"] = memory_need(graph, tensors).as_dict()
     except QuaffError as error:
         report["supported"], report["reason"] = False, str(error)
@@ -75,10 +81,10 @@ def print_report(report: dict[str, Any]) -> None:
     row("file", f"{report['path']} ({human_bytes(report['file_bytes'])})")
     row("family", report["architecture"] + ("" if report["supported"] else "  (not supported)"))
     if report["name"]:
-        row("name", str(report["name"]))
+        row("name", report["name"])
     row("parameters", f"{report['parameters']:,}")
     row("layers", str(report["layers"] if report["layers"] is not None else "not stated"))
-    row("context", f"{report['context_length']:,} tokens" if isinstance(report["context_length"], int) else "not stated")
+    row("context", f"{report['context_length']:,} tokens" if report["context_length"] is not None else "not stated")
     tokenizer = report["tokenizer"]
     row("tokenizer", f"{tokenizer['model'] or 'none'} {tokenizer['pre'] or ''}, {report['vocabulary']:,} tokens".replace(" ,", ","))
     row("chat template", "yes" if report["chat_template"] else "no")

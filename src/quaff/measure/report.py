@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from quaff.measure import counted
 from quaff.measure.bench import BenchReport
 
 
@@ -66,7 +67,7 @@ def _control(report: BenchReport) -> list[str]:
             continue
         bytes_ratio = control.counters.weight_bytes_touched / max(1, r.counters.weight_bytes_touched)
         out.append(
-            f"{r.test} on {r.threads} threads: {r.schedule}-major is {r.mean / control.mean:.1f}x the token-major control "
-            f"and touches 1/{bytes_ratio:.1f} of its weight bytes"
+            f"{r.test} on {counted(r.threads, 'thread')}: {r.schedule}-major is {r.mean / control.mean:.1f}x the token-major control "
+            f"and touches 1/{bytes_ratio:.4g} of its weight bytes"
         )
     return out

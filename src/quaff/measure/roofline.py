@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from quaff.measure import counted
+
 
 @dataclass(frozen=True, slots=True)
 class Ceilings:
@@ -24,7 +26,7 @@ class Ceilings:
 
     def sentence(self) -> str:
         return (
-            f"ceilings on {self.threads} {'thread' if self.threads == 1 else 'threads'} ({self.isa}): "
+            f"ceilings on {counted(self.threads, 'thread')} ({self.isa}): "
             f"int8 {self.int8_macs_per_second / 1e9:,.0f} GMAC/s, f32 FMA {self.fma_macs_per_second / 1e9:,.0f} GMAC/s, "
             f"memory {self.bytes_per_second / 1e9:,.1f} GB/s"
         )

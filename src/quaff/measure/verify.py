@@ -14,6 +14,7 @@ import numpy as np
 from quaff import _native
 from quaff.batch import Batch, Counters, Segment
 from quaff.errors import NonFiniteError, PromptError
+from quaff.measure import counted
 from quaff.schedule import Order
 
 if TYPE_CHECKING:
@@ -154,7 +155,7 @@ class Verifier:
         orders = [Order("token")] + [Order("chunk", c) for c in sorted({7, 64, 512, n})] + [Order("layer", 64), Order("layer", 512)]
         paths: list[tuple[str, Callable[[], Reading]]] = [(self._default_name, lambda: self._whole(self.order))]
         paths += [(_order_name(o), lambda o=o: self._whole(o)) for o in orders if o != self.order]  # type: ignore[misc]
-        paths += [(_count(t, "thread"), lambda t=t: self._threads(t)) for t in (1, 2, 3) if t != self.threads]  # type: ignore[misc]
+        paths += [(counted(t, "thread"), lambda t=t: self._threads(t)) for t in (1, 2, 3) if t != self.threads]  # type: ignore[misc]
         for isa in _native.available_isas():
             if isa == "scalar" and isa != self.isa:
                 paths.append((f"scalar for the last {SCALAR_ROWS} rows", self._scalar))
@@ -170,7 +171,7 @@ class Verifier:
 
     @property
     def _default_name(self) -> str:
-        return f"{_order_name(self.order)}, {_count(self.threads, 'thread')}, {self.isa}"
+        return f"{_order_name(self.order)}, {counted(self.threads, 'thread')}, {self.isa}"
 
     def run(self) -> Iterator[Outcome]:
         with self.llm.engine.lock:
@@ -276,7 +277,3 @@ def _others(llm: LLM, prompts: Sequence[Sequence[int]]) -> Iterator[list[Reading
 
 def _order_name(order: Order) -> str:
     return "token-major" if order.name == "token" else f"{order.name}-major({order.chunk})"
-
-
-def _count(n: int, noun: str) -> str:
-    return f"{n} {noun}" if n == 1 else f"{n} {noun}s"
