@@ -2,14 +2,16 @@
 
 The same arguments give the same bytes everywhere: codes come from PCG64's raw 64-bit words, whose stream NumPy guarantees. Rows are written
 in pieces, so memory stays small whatever the size of the model. The vocabulary is byte-level and holds every byte, so any text works.
+Every tensor has the type that llama.cpp's quantiser gives it in a file of that kind.
 
-    python benchmarks/make_model.py llama-1.5b model.gguf --type q4_0
+    python benchmarks/make_model.py qwen2-1.5b model.gguf --type q4_k_m
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 import zlib
 from collections.abc import Iterator
@@ -20,13 +22,14 @@ import numpy as np
 from gguf import GGMLQuantizationType, GGUFWriter, TokenType
 from numpy.typing import NDArray
 
+# Part of the names under which made files are kept: raise it when the same arguments give other bytes.
+REVISION = 1
 PIECE_BYTES = 8 << 20
-BLOCK = 32
 
 
 @dataclass(frozen=True)
 class Shape:
-    """Sizes of a decoder of the Llama architecture with a tied embedding."""
+    """Sizes of a decoder with a tied embedding, of an architecture that is Llama's but for biases on q, k and v (qwen2)."""
 
     dim: int
     ffn_dim: int
@@ -37,20 +40,32 @@ class Shape:
     vocab: int
     rope_theta: float
     context: int
+    architecture: str = "llama"
 
 
 SHAPES = {
     "tiny": Shape(64, 192, 2, 4, 2, 16, 512, 1e4, 512),
     "smollm2-135m": Shape(576, 1536, 30, 9, 3, 64, 49152, 1e5, 8192),
     "smollm2-360m": Shape(960, 2560, 32, 15, 5, 64, 49152, 1e5, 8192),
-    # Qwen2-1.5B's sizes without its biases: few KV heads, a wide ffn, a large vocabulary.
+    "tiny-qwen2": Shape(256, 512, 28, 4, 2, 64, 512, 1e6, 512, "qwen2"),
+    # Few KV heads, a wide ffn, a large vocabulary; llama-1.5b is the same without biases.
+    "qwen2-1.5b": Shape(1536, 8960, 28, 12, 2, 128, 151936, 1e6, 32768, "qwen2"),
     "llama-1.5b": Shape(1536, 8960, 28, 12, 2, 128, 151936, 1e6, 32768),
     "smollm2-1.7b": Shape(2048, 8192, 24, 32, 32, 64, 49152, 1.3e5, 8192),
 }
-# One block of 32 weights: f16 scale (and minimum), then the codes.
-BLOCK_BYTES = {"q4_0": 18, "q4_1": 20, "q8_0": 34}
-# Codes are made to average to zero: -7..7 (0 twice as often), 0..15 around a minimum of -7.5 steps, -127..127.
-CODE_DEVIATION = {"q4_0": 4.18, "q4_1": 4.61, "q8_0": 73.6}
+# Kinds of files, with llama.cpp's number for each (general.file_type), which other readers ask for.
+KINDS = {"q4_0": 2, "q4_1": 3, "q8_0": 7, "q4_k_m": 15}
+# Of one block: weights, bytes, and the root mean square of code times sub-block scale.
+BLOCKS = {
+    "q4_0": (32, 18, 4.18),
+    "q4_1": (32, 20, 4.61),
+    "q5_0": (32, 22, 9.23),
+    "q8_0": (32, 34, 73.6),
+    "q4_k": (256, 144, 48.39 * 4.61),
+    "q6_k": (256, 210, 97.27 * 18.48),
+}
+# What llama.cpp falls back to where a row is not a multiple of 256.
+SHORT_ROWS = {"q4_k": "q5_0", "q6_k": "q8_0"}
 
 
 def random_bytes(seed: int, name: str) -> Iterator[NDArray[np.uint8]]:
@@ -61,34 +76,74 @@ def random_bytes(seed: int, name: str) -> Iterator[NDArray[np.uint8]]:
 
 
 def blocks(kind: str, stream: Iterator[NDArray[np.uint8]], count: int, deviation: float) -> Iterator[NDArray[np.uint8]]:
-    """`count` blocks as [n, bytes of a block] pieces. Codes are uniform, scales vary by a quarter around what gives `deviation`."""
-    size = BLOCK_BYTES[kind]
-    unit = deviation / CODE_DEVIATION[kind]
+    """`count` blocks as [n, bytes of a block] pieces. Codes are uniform, scales vary by a quarter around what gives `deviation`; values
+    average to zero: by codes of -7..7 (0 twice as often) or -127..127, by a minimum in the middle of the codes, or by the scales' signs."""
+    _, size, unit = BLOCKS[kind]
     for piece in stream:
         out = piece[: len(piece) // size * size].reshape(-1, size)[:count].copy()
-        scale = (unit * (0.75 + out[:, 0].astype(np.float32) / 512)).astype("<f2")
-        out[:, 0:2] = scale[:, None].view(np.uint8)
+        scale = (deviation / unit * (0.75 + out[:, 0].astype(np.float32) / 512)).astype("<f2")
         if kind == "q4_0":
             codes = out[:, 2:]
             codes |= np.where(codes & 0x0F, 0, 0x08).astype(np.uint8)
             codes |= np.where(codes & 0xF0, 0, 0x80).astype(np.uint8)
         elif kind == "q4_1":
-            out[:, 2:4] = (scale.astype(np.float32) * -7.5).astype("<f2")[:, None].view(np.uint8)
+            out[:, 2:4] = half_bytes(scale.astype(np.float32) * -7.5)
+        elif kind == "q5_0":
+            scale = np.where(out[:, 1] & 1, scale, -scale)
         elif kind == "q8_0":
             signed = out[:, 2:].view(np.int8)
             np.maximum(signed, -127, out=signed)
+        elif kind == "q4_k":
+            # Eight scales of 32..63, each also the minimum's, which counts steps of 7.5; six bits each, the last four in three parts.
+            out[:, 2:4] = half_bytes(scale.astype(np.float32) * 7.5)
+            first, last = 32 | out[:, 4:8] & 31, 32 | out[:, 8:12] & 31
+            out[:, 4:8] = out[:, 8:12] = first | last >> 4 << 6
+            out[:, 12:16] = (last & 15) * 17
+        elif kind == "q6_k":
+            out[:, 192:208] = np.where(out[:, 192:208] & 128, 64 + (out[:, 192:208] & 63), 192 - (out[:, 192:208] & 63))
+        at = size - 2 if kind == "q6_k" else 0
+        out[:, at : at + 2] = half_bytes(scale)
         yield out
         count -= len(out)
         if count == 0:
             return
 
 
-def tensors(shape: Shape, kind: str, embedding: str) -> Iterator[tuple[str, tuple[int, ...], str]]:
+def half_bytes(values: NDArray[np.floating]) -> NDArray[np.uint8]:
+    """f16 values [n] as bytes [n, 2]."""
+    return values.astype("<f2")[:, None].view(np.uint8)
+
+
+def more_bits(index: int, layers: int) -> bool:
+    """Layers whose attn_v and ffn_down are Q6_K in a Q4_K_M file: the first and last eighth, and every third between."""
+    eighth = layers // 8
+    return index < eighth or index >= 7 * layers // 8 or (index - eighth) % 3 == 2
+
+
+def tensor_type(kind: str, layer: int, role: str, layers: int, columns: int) -> str:
+    """The type that llama.cpp gives a matrix in a file of this kind (llama-quant.cpp). A tied embedding is treated as the head it is."""
+    if role == "token_embd":
+        wanted = "q8_0" if kind == "q8_0" else "q6_k"
+    elif kind == "q4_k_m":
+        wanted = "q6_k" if role in ("attn_v", "ffn_down") and more_bits(layer, layers) else "q4_k"
+    else:
+        wanted = kind
+    return SHORT_ROWS.get(wanted, wanted) if columns % 256 else wanted
+
+
+def nbytes(size: tuple[int, ...], kind: str) -> int:
+    if kind == "f32":
+        return 4 * size[0]
+    weights, block_bytes, _ = BLOCKS[kind]
+    return size[0] * size[1] // weights * block_bytes
+
+
+def tensors(shape: Shape, kind: str) -> Iterator[tuple[str, tuple[int, ...], str]]:
     """(name, shape in rows x columns, type) in file order."""
     q, kv = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
-    yield "token_embd.weight", (shape.vocab, shape.dim), embedding
+    yield "token_embd.weight", (shape.vocab, shape.dim), tensor_type(kind, 0, "token_embd", shape.layers, shape.dim)
     for layer in range(shape.layers):
-        for name, size in (
+        for role, size in (
             ("attn_norm", (shape.dim,)),
             ("attn_q", (q, shape.dim)),
             ("attn_k", (kv, shape.dim)),
@@ -99,7 +154,10 @@ def tensors(shape: Shape, kind: str, embedding: str) -> Iterator[tuple[str, tupl
             ("ffn_up", (shape.ffn_dim, shape.dim)),
             ("ffn_down", (shape.dim, shape.ffn_dim)),
         ):
-            yield f"blk.{layer}.{name}.weight", size, kind if len(size) == 2 else "f32"
+            t = "f32" if len(size) == 1 else tensor_type(kind, layer, role, shape.layers, size[1])
+            yield f"blk.{layer}.{role}.weight", size, t
+            if shape.architecture == "qwen2" and role in ("attn_q", "attn_k", "attn_v"):
+                yield f"blk.{layer}.{role}.bias", size[:1], "f32"
     yield "output_norm.weight", (shape.dim,), "f32"
 
 
@@ -110,10 +168,10 @@ def byte_names() -> list[str]:
     return [chr(b) if b in printable else chr(next(spare)) for b in range(256)]
 
 
-def add_vocabulary(writer: GGUFWriter, size: int) -> None:
+def add_vocabulary(writer: GGUFWriter, size: int, pre: str) -> None:
     tokens, types = ["<|endoftext|>", *byte_names(), "th"], [TokenType.CONTROL, *[TokenType.NORMAL] * 257]
     writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre("smollm")
+    writer.add_tokenizer_pre(pre)
     writer.add_token_list(tokens + [f"<unused{i}>" for i in range(len(tokens), size)])
     writer.add_token_types(types + [TokenType.NORMAL] * (size - len(tokens)))
     writer.add_token_merges(["t h"])
@@ -122,10 +180,11 @@ def add_vocabulary(writer: GGUFWriter, size: int) -> None:
     writer.add_add_bos_token(False)
 
 
-def write_model(path: Path, name: str, kind: str = "q4_0", embedding: str = "q8_0", seed: int = 1) -> int:
-    """Write the model and return the file's size in bytes. `kind` and `embedding` are keys of BLOCK_BYTES."""
+def write_model(path: Path, name: str, kind: str = "q4_0", seed: int = 1) -> int:
+    """Write the model, whole or not at all, and return the file's size in bytes. `kind` is one of KINDS."""
     shape = SHAPES[name]
-    writer = GGUFWriter(path, "llama")
+    part = path.with_name(f"{path.name}.{os.getpid()}.part")
+    writer = GGUFWriter(part, shape.architecture)
     writer.add_name(f"{name} with random weights")
     writer.add_block_count(shape.layers)
     writer.add_context_length(shape.context)
@@ -139,31 +198,37 @@ def write_model(path: Path, name: str, kind: str = "q4_0", embedding: str = "q8_
     writer.add_rope_freq_base(shape.rope_theta)
     writer.add_layer_norm_rms_eps(1e-5)
     writer.add_vocab_size(shape.vocab)
-    add_vocabulary(writer, shape.vocab)
+    writer.add_file_type(KINDS[kind])
+    writer.add_quantization_version(2)
+    add_vocabulary(writer, shape.vocab, "qwen2" if shape.architecture == "qwen2" else "smollm")
 
-    plan = list(tensors(shape, kind, embedding))
-    sizes = [4 * size[0] if t == "f32" else size[0] * size[1] // BLOCK * BLOCK_BYTES[t] for _, size, t in plan]
-    for (tensor, size, t), nbytes in zip(plan, sizes, strict=True):
+    plan = list(tensors(shape, kind))
+    for tensor, size, t in plan:
         if t == "f32":
-            writer.add_tensor_info(tensor, size, np.dtype(np.float32), nbytes)
+            writer.add_tensor_info(tensor, size, np.dtype(np.float32), nbytes(size, t))
         else:
-            row = (size[0], size[1] // BLOCK * BLOCK_BYTES[t])
-            writer.add_tensor_info(tensor, row, np.dtype(np.uint8), nbytes, GGMLQuantizationType[t.upper()])
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_ti_data_to_file()
-    assert writer.fout is not None
-    with writer.fout[0] as file:
-        writer.write_padding(file, file.tell())
-        for (tensor, size, t), nbytes in zip(plan, sizes, strict=True):
-            stream = random_bytes(seed, tensor)
-            if t == "f32":
-                (0.75 + next(stream)[: size[0]].astype("<f4") / 512).tofile(file)
-            else:
-                # 1/sqrt(columns) keeps activations near one through any number of layers; the embedding's rows have norm one.
-                for piece in blocks(t, stream, nbytes // BLOCK_BYTES[t], size[1] ** -0.5):
-                    piece.tofile(file)
-            writer.write_padding(file, nbytes)
+            row = (size[0], nbytes(size, t) // size[0])
+            writer.add_tensor_info(tensor, row, np.dtype(np.uint8), nbytes(size, t), GGMLQuantizationType[t.upper()])
+    try:
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_ti_data_to_file()
+        assert writer.fout is not None
+        with writer.fout[0] as file:
+            writer.write_padding(file, file.tell())
+            for tensor, size, t in plan:
+                stream = random_bytes(seed, tensor)
+                if t == "f32":
+                    least = -0.25 if tensor.endswith(".bias") else 0.75
+                    (least + next(stream)[: size[0]].astype("<f4") / 512).tofile(file)
+                else:
+                    # 1/sqrt(columns) keeps activations near one through any number of layers; the embedding's rows have norm one.
+                    for piece in blocks(t, stream, nbytes(size, t) // BLOCKS[t][1], size[1] ** -0.5):
+                        piece.tofile(file)
+                writer.write_padding(file, nbytes(size, t))
+        part.replace(path)
+    finally:
+        part.unlink(missing_ok=True)
     return path.stat().st_size
 
 
@@ -171,11 +236,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("name", choices=sorted(SHAPES), help="whose shapes")
     parser.add_argument("path", type=Path, help="file to write")
-    parser.add_argument("--type", choices=sorted(BLOCK_BYTES), default="q4_0", help="type of the layers' weights (default q4_0)")
-    parser.add_argument("--embedding", choices=sorted(BLOCK_BYTES), default="q8_0", help="type of the tied embedding (default q8_0)")
+    parser.add_argument("--type", choices=KINDS, default="q4_0", help="kind of the file, as llama.cpp names it (default q4_0)")
     parser.add_argument("--seed", type=int, default=1)
     args = parser.parse_args()
-    size = write_model(args.path, args.name, args.type, args.embedding, args.seed)
+    size = write_model(args.path, args.name, args.type, args.seed)
     print(f"{args.path}: {size / 1e6:.0f} MB", file=sys.stderr)
     print(json.dumps({"path": str(args.path), "bytes": size, "shapes": args.name, "type": args.type, "seed": args.seed}))
 
