@@ -25,6 +25,8 @@ template <class D> static constexpr KernelTable make_table(const char* isa) {
         .scale = kernels::scale_row<V>,
         .kv_write = kernels::kv_write<V>,
         .attend = kernels::attend<V>,
+        .attend_parts = kernels::attend_pages<V, kernels::Phase::kParts>,
+        .attend_merge = kernels::attend_pages<V, kernels::Phase::kMerge>,
         .attend_tile = V::kAttendRows,
         .linear_int = linear::linear_int<D>,
         .linear_float = linear::linear_float<D>,

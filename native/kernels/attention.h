@@ -141,7 +141,8 @@ template <class V, int T> struct AttendTile {
 
     // o of J blocks of 16 dimensions over positions [from, to): what lies outside is hidden for every row. Adding +0 at the end makes a sum that
     // is zero positive, so that hidden positions (p = +0 times any finite V) never show in a sign, whether they were walked or not.
-    template <int J> QUAFF_INLINE void weigh(const uint16_t* v, int block, int from, int to) {
+    // With `part` the page's own o is stored there, [T][dim], and merged later.
+    template <int J> QUAFF_INLINE void weigh(const uint16_t* v, int block, int from, int to, float* part) {
         F sum[T][J];
 #pragma GCC unroll 8
         for (int t = 0; t < T; ++t)
@@ -168,14 +169,32 @@ template <class V, int T> struct AttendTile {
                 continue;
 #pragma GCC unroll 4
             for (int j = 0; j < J; ++j) {
-                float* x = o + t * dim + (block + j) * kLanes;
+                const int at_o = t * dim + (block + j) * kLanes;
                 const F page_o = V::add(sum[t][j], V::zero());
-                V::store(x, started[t] ? V::fma(V::load(x), V::set(a[t]), V::mul(page_o, V::set(b[t]))) : page_o);
+                if (part)
+                    V::store(part + at_o, page_o);
+                else
+                    merge_o(t, at_o, page_o);
             }
         }
     }
 
-    QUAFF_INLINE void page(const uint16_t* k) {
+    QUAFF_INLINE void merge_o(int t, int at, F page_o) {
+        V::store(o + at, started[t] ? V::fma(V::load(o + at), V::set(a[t]), V::mul(page_o, V::set(b[t]))) : page_o);
+    }
+
+    QUAFF_INLINE void see(const AttendArgs& args, int32_t page) {
+        for (int t = 0; t < T; ++t)
+            visible[t] = visible_part(args.position[t], args.window, page);
+    }
+
+    QUAFF_INLINE void mark_started() {
+        for (int t = 0; t < T; ++t)
+            started[t] = started[t] || visible[t].from < visible[t].to;
+    }
+
+    // One page: reduced and merged, or with `part` reduced only: its m and l by lane, then o [T][dim].
+    QUAFF_INLINE void page(const uint16_t* k, float* part) {
         int from = kPage, to = 0;
         bool full = true;
         for (int t = 0; t < T; ++t) {
@@ -193,46 +212,90 @@ template <class V, int T> struct AttendTile {
             normalise_full();
         else
             normalise_masked(first_block, past_block);
-        merge();
+        if (part) {
+            V::store(part, V::load(page_m));
+            V::store(part + kLanes, V::load(page_l));
+        } else {
+            merge();
+        }
         const uint16_t* v = k + int64_t{kPage} * dim;
-        walk_blocks<V::kAttendBlocks>(0, dim / kLanes, [&](auto n, int block) { weigh<decltype(n)::value>(v, block, from, to); });
+        float* part_o = part ? part + 2 * kLanes : nullptr;
+        walk_blocks<V::kAttendBlocks>(0, dim / kLanes, [&](auto n, int block) { weigh<decltype(n)::value>(v, block, from, to, part_o); });
+        mark_started();
+    }
+
+    // A page reduced by page(k, part), merged as page(k, nullptr) would have.
+    QUAFF_INLINE void merge_part(const float* part) {
+        bool any = false;
         for (int t = 0; t < T; ++t)
-            started[t] = started[t] || visible[t].from < visible[t].to;
+            any = any || visible[t].from < visible[t].to;
+        if (!any)
+            return;
+        V::store(page_m, V::load(part));
+        V::store(page_l, V::load(part + kLanes));
+        merge();
+        for (int t = 0; t < T; ++t)
+            if (visible[t].from < visible[t].to)
+                for (int d = 0; d < dim; d += kLanes)
+                    merge_o(t, t * dim + d, V::load(part + 2 * kLanes + t * dim + d));
+        mark_started();
+    }
+
+    // q is multiplied by the scale once, here.
+    QUAFF_INLINE void load(const AttendArgs& args) {
+        dim = args.dim;
+        cap = args.cap;
+        scores = args.scratch;
+        o = scores + T * kPage;
+        q = o + T * dim;
+        for (int t = 0; t < T; ++t)
+            for (int d = 0; d < dim; ++d)
+                q[d * T + t] = args.q[t][d] * args.scale;
+    }
+
+    QUAFF_INLINE void finish(const AttendArgs& args) const {
+        for (int t = 0; t < T; ++t) {
+            const auto inverse = V::set(1.0f / l[t]);
+            for (int d = 0; d < dim; d += kLanes)
+                V::store(args.out[t] + d, V::mul(V::load(o + t * dim + d), inverse));
+        }
     }
 };
 
-template <class V, int T> [[gnu::noinline]] static void attend_rows(const AttendArgs& args) {
+// What a call does with pages [first, past) of a tile.
+enum class Phase { kAll, kParts, kMerge };
+
+template <class V, int T, Phase phase>
+[[gnu::noinline]] static void attend_rows(const AttendArgs& args, int32_t first, int32_t past, float* parts, int64_t stride) {
     AttendTile<V, T> tile;
-    tile.dim = args.dim;
-    tile.cap = args.cap;
-    tile.scores = args.scratch;
-    tile.o = tile.scores + T * kPage;
-    tile.q = tile.o + T * args.dim;
-    int32_t first_page = INT32_MAX, last_page = 0;
-    for (int t = 0; t < T; ++t) {
-        for (int d = 0; d < args.dim; ++d)
-            tile.q[d * T + t] = args.q[t][d] * args.scale;
-        const int32_t i = args.position[t], first = args.window && i >= args.window ? (i - args.window + 1) / kPage : 0;
-        first_page = first < first_page ? first : first_page;
-        last_page = i / kPage > last_page ? i / kPage : last_page;
+    tile.load(args);
+    for (int32_t p = first; p < past; ++p, parts += stride) {
+        tile.see(args, p);
+        if constexpr (phase == Phase::kMerge)
+            tile.merge_part(parts);
+        else
+            tile.page(args.pages[p] + args.head_offset, parts);
     }
-    for (int32_t p = first_page; p <= last_page; ++p) {
-        for (int t = 0; t < T; ++t)
-            tile.visible[t] = visible_part(args.position[t], args.window, p);
-        tile.page(args.pages[p] + args.head_offset);
-    }
-    for (int t = 0; t < T; ++t) {
-        const auto inverse = V::set(1.0f / tile.l[t]);
-        for (int d = 0; d < args.dim; d += kLanes)
-            V::store(args.out[t] + d, V::mul(V::load(tile.o + t * args.dim + d), inverse));
-    }
+    if constexpr (phase != Phase::kParts)
+        tile.finish(args);
 }
 
-template <class V, int T = V::kAttendRows> static void attend(const AttendArgs* args) {
+template <class V, Phase phase, int T = V::kAttendRows>
+static void attend_pages(const AttendArgs* args, int32_t first, int32_t past, float* parts, int64_t stride) {
     if (args->count == T)
-        return attend_rows<V, T>(*args);
+        return attend_rows<V, T, phase>(*args, first, past, parts, stride);
     if constexpr (T > 1)
-        attend<V, T - 1>(args);
+        attend_pages<V, phase, T - 1>(args, first, past, parts, stride);
+}
+
+template <class V> static void attend(const AttendArgs* args) {
+    int32_t first = INT32_MAX, past = 0;
+    for (int t = 0; t < args->count; ++t) {
+        const int32_t i = args->position[t], from = args->window && i >= args->window ? (i - args->window + 1) / kPage : 0;
+        first = from < first ? from : first;
+        past = i / kPage + 1 > past ? i / kPage + 1 : past;
+    }
+    attend_pages<V, Phase::kAll>(args, first, past, nullptr, 0);
 }
 
 // K is stored transposed, so that a score's chain over d runs with positions in the lanes. The clamp's operand order turns NaN into -65504: pages

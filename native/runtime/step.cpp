@@ -37,6 +37,9 @@ constexpr int64_t kRowsPerUnit = 4;
 // Bytes of weights a worker claims at once when a cell has few rows: claiming costs about 50 ns, reading this much about 2 us.
 constexpr int64_t kBytesPerUnit = 64 << 10;
 constexpr int64_t kFewRows = 4;
+// Fewer attention tiles than this for each thread leave threads idle: then the pages of a tile are shared out, so many at once.
+constexpr int64_t kFewTiles = 4;
+constexpr int32_t kPagesPerUnit = 4;
 
 } // namespace
 
@@ -58,7 +61,7 @@ Runtime::Runtime(int threads) : pool_(threads) {
         throw std::invalid_argument("threads must be 1 to 1024, not " + std::to_string(threads));
 }
 
-size_t Runtime::scratch_bytes() const { return residual_.bytes() + buffers_.bytes() + workers_.bytes(); }
+size_t Runtime::scratch_bytes() const { return residual_.bytes() + buffers_.bytes() + workers_.bytes() + parts_.bytes(); }
 
 // One step: the checked input, the memory of its buffers and the ops of its cells.
 class StepRun {
@@ -444,39 +447,26 @@ private:
         result_.counters.kv_bytes_written += cell_size() * heads * dim * 4;
     }
 
-    void attend(const Op& op) {
+    // Attention of one tile over pages [first, past): the vectors of up to attend_tile (row, head) pairs of one segment that share a KV head,
+    // row by row. `part` is where a tile whose pages are shared out leaves what it found in them.
+    struct AttendWork {
+        int64_t begin, rows, head, tile; // rows of the cell that are the segment's; which KV head; which tile of theirs
+        int32_t first_page, past_page;
+        float* part;
+    };
+
+    template <typename Kernel> void attend_each(const Op& op, const std::vector<AttendWork>& works, Kernel&& kernel) {
         const PagePool& pool = *pools_[static_cast<size_t>(op.ints[0])];
-        const int64_t heads = op.ints[2], kv_heads = op.ints[3], dim = op.ints[4], window = op.ints[5], group = heads / kv_heads;
-        // Rows of one segment side by side; their query vectors, row by row and head by head of the group, fill tiles.
-        struct Run {
-            int64_t begin, rows, tiles, first_unit;
-        };
-        std::vector<Run> runs;
-        int64_t units = 0;
-        for (int64_t i = 0; i < cell_size(); ++i) {
-            if (i == 0 || segment_of(i) != segment_of(i - 1))
-                runs.push_back({i, 0, 0, 0});
-            ++runs.back().rows;
-            const int64_t position = position_of(i), visible = window ? std::min<int64_t>(position + 1, window) : position + 1;
-            result_.counters.attention_macs += visible * 2 * dim * heads;
-        }
-        for (Run& r : runs) {
-            r.tiles = (r.rows * group + k_.attend_tile - 1) / k_.attend_tile;
-            r.first_unit = units;
-            units += r.tiles * kv_heads;
-        }
-        rt_.pool_.run(units, [&](int64_t u, int worker) {
-            // Within a run the last tiles see most positions and are claimed first: the short ones fill the end.
-            const auto next = std::upper_bound(runs.begin(), runs.end(), u, [](int64_t unit, const Run& r) { return unit < r.first_unit; });
-            const Run& r = *(next - 1);
-            const int64_t head = (u - r.first_unit) / r.tiles, tile = r.tiles - 1 - (u - r.first_unit) % r.tiles;
+        const int64_t kv_heads = op.ints[3], dim = op.ints[4], group = op.ints[2] / kv_heads;
+        rt_.pool_.run(static_cast<int64_t>(works.size()), [&](int64_t u, int worker) {
+            const AttendWork& w = works[static_cast<size_t>(u)];
             constexpr int kMaxTile = 64;
             const float* q[kMaxTile];
             float* out[kMaxTile];
             int32_t position[kMaxTile];
             AttendArgs a{};
-            for (int64_t v = tile * k_.attend_tile; v < std::min((tile + 1) * k_.attend_tile, r.rows * group); ++v, ++a.count) {
-                const int64_t i = r.begin + v / group, at = (head * group + v % group) * dim;
+            for (int64_t v = w.tile * k_.attend_tile; v < std::min((w.tile + 1) * k_.attend_tile, w.rows * group); ++v, ++a.count) {
+                const int64_t i = w.begin + v / group, at = (w.head * group + v % group) * dim;
                 q[a.count] = buffer_row(op.inputs[0], i) + at;
                 out[a.count] = buffer_row(op.outputs[0], i) + at;
                 position[a.count] = position_of(i);
@@ -484,15 +474,58 @@ private:
             a.q = q;
             a.out = out;
             a.position = position;
-            a.pages = pages_[static_cast<size_t>(op.ints[0])][static_cast<size_t>(segment_of(r.begin))].data();
-            a.head_offset = (op.ints[1] * kv_heads + head) * pool.head_elements();
+            a.pages = pages_[static_cast<size_t>(op.ints[0])][static_cast<size_t>(segment_of(w.begin))].data();
+            a.head_offset = (op.ints[1] * kv_heads + w.head) * pool.head_elements();
             a.dim = static_cast<int32_t>(dim);
-            a.window = static_cast<int32_t>(window);
+            a.window = op.ints[5];
             a.scale = op.floats[0];
             a.cap = op.floats[1];
             a.scratch = reinterpret_cast<float*>(worker_scratch(worker));
-            k_.attend(&a);
+            kernel(a, w);
         });
+    }
+
+    void attend(const Op& op) {
+        const int64_t heads = op.ints[2], kv_heads = op.ints[3], dim = op.ints[4], window = op.ints[5], group = heads / kv_heads;
+        const auto seen_from = [&](int64_t position) { return window ? std::max<int64_t>(0, position - window + 1) : 0; };
+        std::vector<AttendWork> tiles;
+        int64_t pages = 0;
+        for (int64_t begin = 0, end; begin < cell_size(); begin = end) {
+            for (end = begin; end < cell_size() && segment_of(end) == segment_of(begin); ++end)
+                result_.counters.attention_macs += (position_of(end) + 1 - seen_from(position_of(end))) * 2 * dim * heads;
+            const int64_t rows = end - begin, count = (rows * group + k_.attend_tile - 1) / k_.attend_tile;
+            const auto first_page = static_cast<int32_t>(seen_from(position_of(begin)) / kPage),
+                       past_page = position_of(end - 1) / kPage + 1;
+            pages += count * kv_heads * (past_page - first_page);
+            // The last tiles see most positions and are claimed first: the short ones fill the end.
+            for (int64_t head = 0; head < kv_heads; ++head)
+                for (int64_t tile = count; tile-- > 0;)
+                    tiles.push_back({begin, rows, head, tile, first_page, past_page, nullptr});
+        }
+        const auto n = static_cast<int64_t>(tiles.size());
+        if (rt_.threads() == 1 || n >= kFewTiles * rt_.threads() || pages < 2 * kPagesPerUnit)
+            attend_each(op, tiles, [&](const AttendArgs& a, const AttendWork&) { k_.attend(&a); });
+        else
+            attend_shared(op, tiles, pages);
+    }
+
+    // Few tiles over many pages, as in decode: workers share the pages of a tile, then merge what they found in order.
+    void attend_shared(const Op& op, std::vector<AttendWork>& tiles, int64_t pages) {
+        const int64_t stride = 2 * kLanes + k_.attend_tile * op.ints[4];
+        auto* part = reinterpret_cast<float*>(rt_.parts_.reserve(static_cast<size_t>(pages * stride) * 4));
+        std::vector<AttendWork> works;
+        for (AttendWork& tile : tiles) {
+            tile.part = part;
+            for (int32_t first = tile.first_page; first < tile.past_page; first += kPagesPerUnit) {
+                const int32_t past = std::min(first + kPagesPerUnit, tile.past_page);
+                works.push_back({tile.begin, tile.rows, tile.head, tile.tile, first, past, part});
+                part += (past - first) * stride;
+            }
+        }
+        attend_each(op, works,
+                    [&](const AttendArgs& a, const AttendWork& w) { k_.attend_parts(&a, w.first_page, w.past_page, w.part, stride); });
+        attend_each(op, tiles,
+                    [&](const AttendArgs& a, const AttendWork& w) { k_.attend_merge(&a, w.first_page, w.past_page, w.part, stride); });
     }
 
     void glu(const Op& op) {

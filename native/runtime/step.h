@@ -59,7 +59,7 @@ public:
 private:
     friend class StepRun;
     ThreadPool pool_;
-    Arena residual_, buffers_, workers_;
+    Arena residual_, buffers_, workers_, parts_;
 };
 
 } // namespace quaff

@@ -299,13 +299,14 @@ void attention(const KernelTable& k, Lines& lines) {
         }
         pages_hash.values(memory);
         const auto q = numbers(random, kRows * dim, -6, 2);
-        Buffer<float> out(q.size()), scratch(attend_scratch_floats(dim, k.attend_tile));
+        Buffer<float> out(q.size()), shared(q.size()), scratch(attend_scratch_floats(dim, k.attend_tile));
+        Buffer<float> parts(static_cast<size_t>(kPages * (32 + k.attend_tile * dim)));
         for (const int32_t window : {0, 1, 7, 64, 100})
             for (const float cap : {0.0f, 3.0f})
                 for (int order = 0; order < 3; ++order) { // ascending, scattered, all at the last position
                     for (int begin = 0, size = 1; begin < kRows; begin += size, size = size % k.attend_tile + 1) {
                         const float* queries[64];
-                        float* results[64];
+                        float *results[64], *shared_results[64];
                         int32_t positions[64];
                         AttendArgs a{};
                         for (; a.count < size && begin + a.count < kRows; ++a.count) {
@@ -324,17 +325,28 @@ void attention(const KernelTable& k, Lines& lines) {
                         a.cap = cap;
                         a.scratch = scratch.data();
                         k.attend(&a);
+                        // The same with its pages shared out: parts in another order, by blocks, then merged.
+                        for (int t = 0; t < a.count; ++t)
+                            shared_results[t] = shared.data() + (results[t] - out.data());
+                        const int64_t stride = 32 + k.attend_tile * dim;
+                        a.out = shared_results;
+                        k.attend_parts(&a, 3, kPages, parts.data() + 3 * stride, stride);
+                        k.attend_parts(&a, 0, 3, parts.data(), stride);
+                        k.attend_merge(&a, 0, kPages, parts.data(), stride);
+                        a.out = results;
                         for (int t = begin % 3; t < a.count; t += 3) { // a third of the rows: the plain loops are slow
                             const std::vector<float> want = plain::attend(a, t);
                             if (std::memcmp(want.data(), results[t], want.size() * sizeof(float)) != 0)
                                 wrong = true;
                         }
                     }
+                    if (std::memcmp(out.data(), shared.data(), out.size() * sizeof(float)) != 0)
+                        wrong = true;
                     hash.values(out);
                 }
     }
     if (wrong)
-        std::fprintf(stderr, "%s: attend differs from plain loops\n", k.isa);
+        std::fprintf(stderr, "%s: attend differs from plain loops, or from itself with its pages shared out\n", k.isa);
     lines.push_back({"kv_write", pages_hash.value()});
     lines.push_back({"attend", wrong ? 0 : hash.value()});
 }
