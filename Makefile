@@ -75,8 +75,9 @@ sanitize: $(VENV)/.test ## kernels, packing, runtime and hostile files under ASa
 bench: $(READY) ## prompt and decode speed of MODEL, with the control, and the machine's ceilings
 	$(BIN)/quaff bench $(MODEL) -p 512 -n 64 --schedule chunk,token
 
-bench-peers: $(VENV)/.peers ## the same beside llama.cpp, in one run
-	$(PY) benchmarks/peers.py
+PEERS := build/peers
+bench-peers: $(READY) $(PEERS)/.ready ## quaff, llama.cpp and OpenVINO by turns on the same files; ARGS="--models smollm2-q8_0" shortens it
+	$(PY) -m benchmarks.peers --peers $(PEERS)/bin/python $(ARGS)
 
 sz: ## lines per folder
 	@git ls-files src native tests benchmarks | grep -E '\.(py|pyi|cpp|h|sh)$$' | xargs wc -l | grep -v ' total$$' | \
@@ -110,3 +111,12 @@ $(VENV)/.%: $(READY)
 	@touch $@
 
 $(VENV)/.dev: $(VENV)/.test
+
+# The peers live apart from us, llama.cpp compiled for this machine. One that cannot be installed is left out.
+$(PEERS)/.ready: pyproject.toml | $(READY)
+	$(PYTHON) -m venv $(PEERS)
+	$(call needs,['project']['optional-dependencies']['peers']) > $(PEERS)/peers.txt
+	export CMAKE_ARGS=-DGGML_NATIVE=ON CMAKE_BUILD_PARALLEL_LEVEL=$(JOBS); while read -r peer; do \
+	  $(PEERS)/bin/python -m pip install --quiet --disable-pip-version-check --no-binary llama-cpp-python "$$peer" </dev/null || \
+	  echo "$$peer cannot be installed and is left out"; done <$(PEERS)/peers.txt
+	@touch $@

@@ -22,8 +22,6 @@ import numpy as np
 from gguf import GGMLQuantizationType, GGUFWriter, TokenType
 from numpy.typing import NDArray
 
-# Part of the names under which made files are kept: raise it when the same arguments give other bytes.
-REVISION = 1
 PIECE_BYTES = 8 << 20
 
 
