@@ -43,6 +43,13 @@ void bind_machine(nb::module_& m) {
             return measure_bandwidth(threads, mb);
         },
         "threads"_a, "megabytes"_a, released);
+    m.def(
+        "measure_cache",
+        [check](int threads, int64_t kb, double s) {
+            check(threads, kb > 0 && kb <= 1 << 20 && s > 0 && s <= 60);
+            return measure_cache(threads, kb, s);
+        },
+        "threads"_a, "kilobytes"_a, "seconds"_a, released);
 }
 
 } // namespace quaff

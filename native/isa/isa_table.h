@@ -39,6 +39,7 @@ template <class D> static constexpr KernelTable make_table(const char* isa) {
         .tanh_row = kernels::tanh_row<V>,
         .spin_int8 = kernels::spin_int8<D>,
         .spin_fma = kernels::spin_fma<V>,
+        .read = kernels::read<V>,
     };
 }
 

@@ -1,4 +1,4 @@
-// Ceilings of one core, measured by the operations the kernels live on: registers only, enough independent chains to hide latency.
+// Ceilings of one core, measured by the operations the kernels live on: registers only, enough independent chains to hide latency; and reads.
 #pragma once
 #include "../isa/vec_common.h"
 
@@ -69,6 +69,23 @@ template <class D> static int64_t spin_int8(int64_t iterations) {
     D::V::istore(sink, sum);
     touch(sink);
     return iterations * R * T * 4 * kLanes;
+}
+
+// Loads as wide as the set has them, eight chains: bound by what the caches or the memory deliver.
+template <class V> static void read(const uint8_t* p, int64_t bytes) {
+    alignas(64) int32_t sink[kLanes] = {};
+    typename V::I chain[8];
+#pragma GCC unroll 8
+    for (int i = 0; i < 8; ++i)
+        chain[i] = V::iset(0);
+    for (const uint8_t* end = p + bytes; p < end; p += 512)
+#pragma GCC unroll 8
+        for (int i = 0; i < 8; ++i)
+            chain[i] = V::ixor(chain[i], V::iload(reinterpret_cast<const int32_t*>(p + 64 * i)));
+    for (int i = 1; i < 8; ++i)
+        chain[0] = V::ixor(chain[0], chain[i]);
+    V::istore(sink, chain[0]);
+    touch(sink);
 }
 
 } // namespace quaff::kernels

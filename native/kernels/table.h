@@ -108,6 +108,7 @@ struct KernelTable {
     // Ceilings: run about `iterations` independent operations in registers, return multiply-accumulates done.
     int64_t (*spin_int8)(int64_t iterations);
     int64_t (*spin_fma)(int64_t iterations);
+    void (*read)(const uint8_t* p, int64_t bytes); // load a multiple of 512 bytes, 64-byte aligned, and use them for nothing
 };
 
 inline int64_t panel_count(const Weight& w) { return (w.rows + 15) / 16; }

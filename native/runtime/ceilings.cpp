@@ -4,6 +4,8 @@
 
 #include <algorithm>
 #include <chrono>
+#include <cstring>
+#include <new>
 #include <vector>
 
 namespace quaff {
@@ -14,17 +16,19 @@ using Clock = std::chrono::steady_clock;
 
 double seconds_since(Clock::time_point t) { return std::chrono::duration<double>(Clock::now() - t).count(); }
 
-double measure_spin(int64_t (*spin)(int64_t), int threads, double seconds) {
+// Units per second of all threads together: `once` does some work on a thread's own data and returns how much it was.
+template <typename Once> double sum_of_rates(int threads, double seconds, Once&& once) {
     ThreadPool pool(threads);
     std::vector<double> rate(static_cast<size_t>(threads), 0.0);
     // One unit a thread. Each is timed on its own, so a thread that wakes late, or runs two units, does not dilute the sum.
     pool.run(threads, [&](int64_t unit, int) {
+        once(unit);
         const auto begin = Clock::now();
-        int64_t macs = 0;
+        int64_t done = 0;
         do
-            macs += spin(4096);
+            done += once(unit);
         while (seconds_since(begin) < seconds);
-        rate[static_cast<size_t>(unit)] = static_cast<double>(macs) / seconds_since(begin);
+        rate[static_cast<size_t>(unit)] = static_cast<double>(done) / seconds_since(begin);
     });
     double sum = 0;
     for (double r : rate)
@@ -32,39 +36,51 @@ double measure_spin(int64_t (*spin)(int64_t), int threads, double seconds) {
     return sum;
 }
 
-uint64_t read_all(const uint64_t* p, int64_t n) {
-    uint64_t a = 0, b = 0, c = 0, d = 0;
-    for (int64_t i = 0; i + 8 <= n; i += 8) {
-        a ^= p[i] ^ p[i + 1];
-        b ^= p[i + 2] ^ p[i + 3];
-        c ^= p[i + 4] ^ p[i + 5];
-        d ^= p[i + 6] ^ p[i + 7];
-    }
-    return a ^ b ^ c ^ d;
-}
+constexpr int64_t kBlock = int64_t{1} << 20;
+
+// Allocated as pack_weight allocates, so that pages are of the same size; every block is written by the worker that gets it first.
+struct Buffer {
+    explicit Buffer(int64_t bytes) : p(static_cast<uint8_t*>(::operator new (static_cast<size_t>(bytes), std::align_val_t{64}))) {}
+    Buffer(const Buffer&) = delete;
+    Buffer& operator=(const Buffer&) = delete;
+    ~Buffer() { ::operator delete (p, std::align_val_t{64}); }
+    uint8_t* p;
+};
 
 } // namespace
 
-double measure_int8(int threads, double seconds) { return measure_spin(kernels().spin_int8, threads, seconds); }
-double measure_fma(int threads, double seconds) { return measure_spin(kernels().spin_fma, threads, seconds); }
+double measure_int8(int threads, double seconds) {
+    return sum_of_rates(threads, seconds, [spin = kernels().spin_int8](int64_t) { return spin(4096); });
+}
+
+double measure_fma(int threads, double seconds) {
+    return sum_of_rates(threads, seconds, [spin = kernels().spin_fma](int64_t) { return spin(4096); });
+}
 
 double measure_bandwidth(int threads, int64_t megabytes) {
-    const int64_t block = 1 << 17, words = std::max<int64_t>(1, megabytes) << 17;
-    std::vector<uint64_t> buffer(static_cast<size_t>(words), 1);
+    const Buffer buffer(megabytes * kBlock);
+    const auto read = kernels().read;
     ThreadPool pool(threads);
+    pool.run(megabytes, [&](int64_t u, int) { std::memset(buffer.p + u * kBlock, 1, kBlock); });
     double best = 0;
-    volatile uint64_t sink = 0;
-    for (int pass = 0; pass < 4; ++pass) {
-        std::vector<uint64_t> sums(static_cast<size_t>(threads), 0);
+    for (int pass = 0; pass < 3; ++pass) {
         const auto begin = Clock::now();
-        pool.run(words / block,
-                 [&](int64_t u, int worker) { sums[static_cast<size_t>(worker)] ^= read_all(buffer.data() + u * block, block); });
-        if (pass > 0)
-            best = std::max(best, static_cast<double>(words) * 8 / seconds_since(begin)); // the first pass warms
-        for (uint64_t s : sums)
-            sink = sink ^ s;
+        pool.run(megabytes, [&](int64_t u, int) { read(buffer.p + u * kBlock, kBlock); });
+        best = std::max(best, static_cast<double>(megabytes * kBlock) / seconds_since(begin));
     }
     return best;
+}
+
+double measure_cache(int threads, int64_t kilobytes, double seconds) {
+    const int64_t bytes = kilobytes << 10, spread = bytes + 4096; // of each thread; not at equal distances of a power of two
+    const Buffer buffer(spread * threads);
+    std::memset(buffer.p, 1, static_cast<size_t>(spread * threads));
+    // At least 256 KiB between two looks at the clock.
+    return sum_of_rates(threads, seconds, [&, read = kernels().read, times = std::max<int64_t>(1, (kBlock / 4) / bytes)](int64_t unit) {
+        for (int64_t i = 0; i < times; ++i)
+            read(buffer.p + unit * spread, bytes);
+        return times * bytes;
+    });
 }
 
 } // namespace quaff

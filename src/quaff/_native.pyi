@@ -20,7 +20,8 @@ def set_isa(name: str) -> None: ...  # ValueError: unknown or not supported by t
 def default_threads() -> int: ...  # min(affinity, cgroup quota, physical cores)
 def measure_int8(threads: int, seconds: float) -> float: ...  # multiply-accumulates per second, register only
 def measure_fma(threads: int, seconds: float) -> float: ...
-def measure_bandwidth(threads: int, megabytes: int) -> float: ...  # bytes per second read
+def measure_bandwidth(threads: int, megabytes: int) -> float: ...  # bytes per second read from one buffer
+def measure_cache(threads: int, kilobytes: int, seconds: float) -> float: ...  # the same, a buffer for every thread, over and over
 
 class Weight:
     """A packed 2-D weight, or a float vector (rows == 1, kept as f32)."""

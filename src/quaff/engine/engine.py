@@ -25,6 +25,7 @@ from quaff.engine.runner import Runner
 from quaff.engine.sampler import SamplingParams, sample
 from quaff.engine.scheduler import NO_LOGITS, Scheduler, Work
 from quaff.errors import MemoryBudgetError, NonFiniteError
+from quaff.graph.program import Graph
 from quaff.schedule import Order
 
 FinishReason = Literal["stop", "length", "cancelled", "error", "prefilled"]
@@ -69,6 +70,16 @@ class Request:
         return len(self.tokens) - self.prompt_tokens
 
 
+def make_scheduler(order: Order, graph: Graph) -> Scheduler:
+    """An empty scheduler with the step sizes of an order."""
+    rows = BLOCK_ROWS[order.name]
+    if order.name == "layer":
+        rows = min(rows, LAYER_SCRATCH_BYTES // max(1, graph.scratch_bytes_per_row))
+    # Whole chunks, so that cutting a prompt into blocks adds no cell.
+    block_rows = max(1, rows // order.chunk) * order.chunk
+    return Scheduler(block_rows, order.chunk if order.name != "token" else 64, max(1, LOGITS_BYTES // (4 * graph.config.vocab)))
+
+
 class Engine:
     """Continuous batching over one model. `end_ids` end a completion, `context` bounds the positions of a sequence."""
 
@@ -92,21 +103,12 @@ class Engine:
         """Walk the grid in another order from the next step on; no bit depends on it."""
         with self._working():
             self.order = order
-            row_bytes = max(1, max(stage.program.scratch_bytes_per_row for stage in self.runner.graph.stages))
-            rows = BLOCK_ROWS[order.name]
-            if order.name == "layer":
-                rows = min(rows, LAYER_SCRATCH_BYTES // row_bytes)
-            # Whole chunks, so that cutting a prompt into blocks adds no cell.
-            self.block_rows = max(1, rows // order.chunk) * order.chunk
-            scheduler = Scheduler(self.block_rows, order.chunk if order.name != "token" else 64, self.max_logits_rows)
+            scheduler = make_scheduler(order, self.runner.graph)
+            self.block_rows = scheduler.prompt_rows
             for request in self._requests.values():
                 if request.admitted:
                     scheduler.add(request.id, len(request.tokens), request.computed, request.logits_from)
             self._scheduler = scheduler
-
-    @property
-    def max_logits_rows(self) -> int:
-        return max(1, LOGITS_BYTES // (4 * self.runner.graph.config.vocab))
 
     def submit(
         self,

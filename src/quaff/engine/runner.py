@@ -50,7 +50,6 @@ class Runner:
         self._accountant = accountant
         self._model = bind_model(graph, weights)
         self._kinds = tuple(stage.kind for stage in graph.stages)
-        self._scratch_per_row = max(stage.program.scratch_bytes_per_row for stage in graph.stages)
         self._macs_per_row = sum(stage.macs_per_row for stage in graph.stages)
         self._scratch_bytes = 0
         self._op_seconds: NDArray[np.float64] | None = None
@@ -103,8 +102,8 @@ class Runner:
             self._accountant.give(logits_bytes)
 
     def _take_scratch(self, grid: Grid, schedule: CompiledSchedule) -> None:
-        # Residual of all rows and buffers of the largest cell; the native arena keeps its high-water mark, and so does the account.
-        need = grid.rows * self.graph.config.dim * 4 + schedule.largest * self._scratch_per_row
+        # The native arena keeps its high-water mark, and so does the account.
+        need = self.graph.scratch_bytes(grid.rows, schedule.largest)
         if need > self._scratch_bytes:
             self._accountant.take(need - self._scratch_bytes, f"scratch for {grid.rows} rows")
             self._scratch_bytes = need

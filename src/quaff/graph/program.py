@@ -159,3 +159,12 @@ class Graph:
     def weight_names(self) -> tuple[str, ...]:
         """Every tensor the graph reads, once, in order of first use."""
         return tuple(dict.fromkeys(name for stage in self.stages for name in stage.weights))
+
+    @cached_property
+    def scratch_bytes_per_row(self) -> int:
+        """Of the stage that needs most."""
+        return max((stage.program.scratch_bytes_per_row for stage in self.stages), default=0)
+
+    def scratch_bytes(self, rows: int, cell_rows: int) -> int:
+        """Scratch of a step: the residual of all its rows, and the buffers of its largest cell."""
+        return rows * self.config.dim * 4 + cell_rows * self.scratch_bytes_per_row

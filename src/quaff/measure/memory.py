@@ -63,9 +63,8 @@ def memory_need(graph: Graph, tensors: Tensors, chunk: int = 512) -> MemoryNeed:
     for kind in graph.kv_kinds:
         positions = min(1024, kind.window + 64 + chunk) if kind.window else 1024
         kv += len(kind.layers) * kind.kv_heads * kind.dim * 2 * 2 * positions
-    widest = max(stage.program.scratch_bytes_per_row for stage in graph.stages)
-    rows = chunk * (widest + 4 * graph.config.dim) + 4 * graph.config.vocab
-    return MemoryNeed(sum(packed_bytes(shape, kind) for shape, kind in tensors.values()), kv, rows, chunk)
+    scratch = graph.scratch_bytes(chunk, chunk) + 4 * graph.config.vocab
+    return MemoryNeed(sum(packed_bytes(shape, kind) for shape, kind in tensors.values()), kv, scratch, chunk)
 
 
 def parameters(tensors: Mapping[str, tuple[tuple[int, ...], int]]) -> int:
