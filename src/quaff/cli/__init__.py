@@ -11,6 +11,7 @@ import typer
 from quaff.cli.bench import bench
 from quaff.cli.chat import chat
 from quaff.cli.console import fail
+from quaff.cli.explain import explain
 from quaff.cli.inspect import inspect
 from quaff.cli.pull import pull
 from quaff.cli.run import run
@@ -48,7 +49,7 @@ def options(
     pass
 
 
-for verb in (pull, run, chat, bench, verify, inspect, score):
+for verb in (pull, run, chat, bench, explain, verify, inspect, score):
     app.command()(verb)
 
 

@@ -1,4 +1,4 @@
-"""`quaff bench`: prompt and decode speed, with the control beside it."""
+"""`quaff bench`: prompt and decode speed, the control beside it, the machine's ceilings around both."""
 
 from __future__ import annotations
 
@@ -7,43 +7,56 @@ from typing import Annotated, TypeVar, cast, get_args
 
 import typer
 
-from quaff.cli.console import Bar, print_json
-from quaff.cli.options import Chunk, Json, Model, ScheduleName
+from quaff.cli.console import Bar
+from quaff.cli.options import Chunk, Json, Model, OutputName, ScheduleName
 
 T = TypeVar("T")
+
+PROFILE_DEPTHS = (0, 1024, 4096)
 
 
 def bench(
     model: Model,
     prompt: Annotated[str, typer.Option("--n-prompt", "-p", help="Prompt tokens, several with commas; 0 leaves the test out.")] = "512",
     generate: Annotated[str, typer.Option("--n-gen", "-n", help="Generated tokens, likewise.")] = "64",
+    depth: Annotated[
+        str | None, typer.Option("--n-depth", "-d", help="Tokens in the KV state before a test, likewise.", show_default="0")
+    ] = None,
+    parallel: Annotated[str, typer.Option("--n-parallel", "-np", help="Sequences at once, likewise; speed counts all.")] = "1",
     threads: Annotated[str | None, typer.Option("--threads", "-t", help="Worker threads, several with commas.", show_default=False)] = None,
     chunk: Chunk = None,
     schedule: Annotated[str, typer.Option("--schedule", help="token, chunk, layer; several with commas.")] = "chunk",
     repetitions: Annotated[int, typer.Option("--repetitions", "-r", min=1, help="Measured runs of each test, after a warm-up.")] = 5,
+    roofline: Annotated[bool, typer.Option("--roofline", help="Measure every cache level; show shares of the ceilings.")] = False,
+    profile: Annotated[bool, typer.Option("--profile", help="Time every op, at depths 0, 1024 and 4096 without -d.")] = False,
+    output: Annotated[OutputName, typer.Option("--output", "-o", help="How to print the report.")] = "md",
     as_json: Json = False,
 ) -> None:
     """Measure tokens per second."""
     from quaff import _native
     from quaff.llm import load
     from quaff.measure.bench import Plan, run_bench
+    from quaff.measure.forecast import Trial
     from quaff.measure.report import bench_json, bench_markdown
+    from quaff.measure.table import render
 
-    plan = Plan(
-        prompts=tuple(n for n in numbers("-p", prompt, least=0) if n),
-        generate=tuple(n for n in numbers("-n", generate, least=0) if n),
-        threads=numbers("-t", threads, least=1) if threads is not None else (_native.default_threads(),),
-        schedules=listed(schedule, schedule_name),
-        chunk=chunk,
-        repetitions=repetitions,
-    )
-    with Bar() as bar, load(model, threads=max(plan.threads), chunk=chunk, progress=bar.step) as llm:
-        report = run_bench(llm, plan, bar.step)
+    prompts = [n for n in numbers("-p", prompt, least=0) if n]
+    generated = [n for n in numbers("-n", generate, least=0) if n]
+    depths = numbers("-d", depth, least=0) if depth is not None else PROFILE_DEPTHS if profile else (0,)
+    trials = [
+        Trial(p, g, d, s)
+        for d in depths
+        for s in numbers("-np", parallel, least=1)
+        for p, g in [*((p, 0) for p in prompts), *((0, g) for g in generated)]
+    ]
+    plan_threads = numbers("-t", threads, least=1) if threads is not None else (_native.default_threads(),)
+    schedules = listed(schedule, schedule_name)
+    with Bar() as bar, load(model, threads=max(plan_threads), chunk=chunk, progress=bar.step) as llm:
+        if depth is None:
+            trials = [t for t in trials if not t.depth or t.positions <= llm.context]
+        report = run_bench(llm, Plan(tuple(trials), plan_threads, schedules, chunk, repetitions, roofline, profile), bar.step)
         bar.close()
-        if as_json:
-            print_json(bench_json(report))
-        else:
-            print(bench_markdown(report))
+        print(render("json" if as_json else output, bench_json(report), "results", lambda: bench_markdown(report, roofline)))
 
 
 def listed(text: str, parse: Callable[[str], T]) -> tuple[T, ...]:

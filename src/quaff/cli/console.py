@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 import time
 from collections.abc import Mapping
@@ -11,6 +10,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from quaff.errors import PromptError, one_line
+from quaff.measure.table import render
 
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
@@ -28,7 +28,7 @@ def fail(text: str) -> None:
 
 
 def print_json(value: Mapping[str, Any]) -> None:
-    print(json.dumps(value, ensure_ascii=False, indent=2))
+    print(render("json", value))
 
 
 def read_text(path: Path) -> str:

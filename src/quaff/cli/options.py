@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 import typer
 
 ScheduleName = Literal["token", "chunk", "layer"]
+OutputName = Literal["md", "csv", "json", "jsonl"]
 
 Model = Annotated[str, typer.Argument(help="A GGUF file, an alias (smollm2, gemma3), or hf:owner/repo/file.", show_default=False)]
 Threads = Annotated[int | None, typer.Option("--threads", "-t", min=1, help="Worker threads; without it, the physical cores we may use.")]

@@ -45,7 +45,8 @@ class Runner:
         self.graph = graph
         self.pools = list(pools)
         self.control = _native.Control()
-        self.costs: tuple[StageCost, ...] = stage_costs(graph, weights.nbytes, graph.config.vocab)
+        self.weight_bytes = weights.nbytes
+        self.costs: tuple[StageCost, ...] = stage_costs(graph, self.weight_bytes, graph.config.vocab)
         self.loaded_bytes = weights.loaded_bytes
         self._accountant = accountant
         self._model = bind_model(graph, weights)

@@ -67,5 +67,11 @@ def memory_need(graph: Graph, tensors: Tensors, chunk: int = 512) -> MemoryNeed:
     return MemoryNeed(sum(packed_bytes(shape, kind) for shape, kind in tensors.values()), kv, scratch, chunk)
 
 
+def bytes_per_weight(tensors: Tensors) -> float:
+    """Packed bytes of all matrices over their number of values."""
+    matrices = [(shape, kind) for shape, kind in tensors.values() if len(shape) > 1 and shape[0] > 1]
+    return sum(packed_bytes(shape, kind) for shape, kind in matrices) / max(1, sum(prod(shape) for shape, _ in matrices))
+
+
 def parameters(tensors: Mapping[str, tuple[tuple[int, ...], int]]) -> int:
     return sum(prod(shape) for shape, _ in tensors.values())

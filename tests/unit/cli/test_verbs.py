@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import csv
+import io
 import json
 import math
 import os
@@ -145,6 +147,66 @@ def test_bench_json_has_the_promised_shape_and_exact_counters(cli: Cli, model: P
     assert report["phase_ratio"] == pytest.approx(pp / rows["tg3", 2, "chunk"]["tokens_per_second"])
 
 
+def test_bench_names_tests_as_llama_bench_does_and_counts_every_sequence(cli: Cli, model: Path) -> None:
+    options = ("-p", 40, "-n", 3, "-d", "0,100", "-np", "1,3", "-t", 1, "-C", 16, "-r", 1, "--json")
+    rows = {r["test"]: r for r in json.loads(cli("bench", model, *options).out)["results"]}
+    assert list(rows) == [
+        *("pp40", "pp40 np3", "pp40 @ d100", "pp40 np3 @ d100"),
+        *("tg3", "tg3 np3", "tg3 @ d100", "tg3 np3 @ d100"),
+    ]
+    assert [rows[name][key] for name, key in (("tg3 np3 @ d100", "n_gen"), ("tg3 np3 @ d100", "n_depth"), ("pp40 np3", "n_parallel"))] == [
+        3,
+        100,
+        3,
+    ]
+    macs = {name: row["counters"]["macs"] for name, row in rows.items()}
+    assert macs["pp40 np3"] == 3 * macs["pp40"] and macs["tg3 np3"] == 3 * macs["tg3"] and macs["pp40 @ d100"] == macs["pp40"]
+    # Decoding sequences share a pass over the weights; depth costs attention only.
+    touched = {name: row["counters"]["weight_bytes_touched"] for name, row in rows.items()}
+    assert touched["tg3 np3"] == touched["tg3"] == touched["tg3 np3 @ d100"] and touched["pp40 np3"] * 3 == touched["pp40"] * 8
+    assert rows["tg3 @ d100"]["counters"]["attention_macs"] > 30 * rows["tg3"]["counters"]["attention_macs"]
+    assert all(row["counters"]["head_rows"] == (3 if "tg" in name else 1) * row["n_parallel"] for name, row in rows.items())
+
+
+def test_bench_prints_the_same_rows_in_every_form(cli: Cli, model: Path) -> None:
+    options = ("bench", model, "-p", 20, "-n", 2, "-t", 1, "-r", 1, "-C", 16)
+    lines = [json.loads(line) for line in cli(*options, "-o", "jsonl").out.splitlines()]
+    table = list(csv.DictReader(io.StringIO(cli(*options, "-o", "csv").out)))
+    whole = json.loads(cli(*options, "-o", "json").out)
+    for row, flat, result in zip(lines, table, whole["results"], strict=True):
+        assert row["isa"] == flat["isa"] == whole["isa"] and row["test"] == flat["test"] == result["test"]
+        assert row["counters"] == result["counters"] and int(flat["counters.macs"]) == result["counters"]["macs"]
+    assert [row["test"] for row in lines] == ["pp20", "tg2"]
+
+
+def test_bench_roofline_shows_every_level_and_the_share_of_each_test(cli: Cli, model: Path) -> None:
+    options = ("bench", model, "-p", 20, "-n", 2, "-t", 1, "-r", 1, "--roofline")
+    report = json.loads(cli(*options, "--json").out)
+    (ceilings,) = report["ceilings"]
+    assert [level["name"] for level in ceilings["levels"]][-1] == "DRAM" and len(ceilings["dram_samples"]) == 2
+    assert all(level["bytes_per_second"] > 0 for level in ceilings["levels"])
+    for row in report["results"]:
+        assert row["ceiling"] in row["bound_seconds"] and row["ceiling_share"] > 0
+        assert row["ceiling"] == max(row["bound_seconds"], key=row["bound_seconds"].get)
+    text = cli(*options).out
+    assert "| ceiling | share of it |" in text and "load average" in text and "DRAM" in text
+    assert "share of it" not in cli(*options[:-1]).out
+
+
+def test_bench_profile_names_ops_and_says_what_it_is_of(cli: Cli, model: Path) -> None:
+    options = ("bench", model, "-p", 20, "-n", 2, "-t", 1, "-r", 1, "--profile")
+    report = json.loads(cli(*options, "--json").out)
+    assert [r["test"] for r in report["results"]] == ["pp20", "pp20 @ d1024", "tg2", "tg2 @ d1024"]  # 4096 + 20 do not fit
+    for row in report["results"]:
+        assert row["profile"]["scope"] == "full model, 2 layers"
+        names = [op["op"] for op in row["profile"]["ops"]]
+        assert {"ffn gate+up", "ffn down", "attention", "attn q+k+v", "attn output", "head", "between ops"} <= set(names)
+        assert sum(op["share"] for op in row["profile"]["ops"]) == pytest.approx(1)
+        macs = sum(op["macs"] for op in row["profile"]["ops"])
+        assert macs == sum(row["counters"][key] for key in ("macs", "attention_macs", "head_macs"))
+    assert "time by op, full model, 2 layers" in cli(*options).out
+
+
 def test_bench_table_names_isa_control_and_phase_ratio(cli: Cli, model: Path) -> None:
     result = cli("bench", model, "-p", "64", "-n", "2", "-t", "1", "-C", "32", "--schedule", "chunk,token", "-r", "1")
     assert _native.isa() in result.out
@@ -153,14 +215,57 @@ def test_bench_table_names_isa_control_and_phase_ratio(cli: Cli, model: Path) ->
     assert "phase ratio" in result.out and "ceilings on 1 thread" in result.out
 
 
-@pytest.mark.parametrize("arguments", [("-p", "x"), ("-p", "1,,2"), ("-t", "0"), ("--schedule", "chunk,spiral"), ("-r", "0")])
+@pytest.mark.parametrize(
+    "arguments",
+    [("-p", "x"), ("-p", "1,,2"), ("-t", "0"), ("--schedule", "chunk,spiral"), ("-r", "0"), ("-d", "-1"), ("-np", "0"), ("-o", "xml")],
+)
 def test_bench_refuses_what_it_cannot_read(cli: Cli, model: Path, arguments: tuple[str, ...]) -> None:
     assert_error(cli("bench", model, *arguments), 2, arguments[0])
 
 
 def test_bench_refuses_a_test_longer_than_the_context(cli: Cli, model: Path) -> None:
     assert_error(cli("bench", model, "-p", 5000), 1, "5000", "4096")
+    assert_error(cli("bench", model, "-p", 100, "-d", 4000), 1, "pp100 @ d4000", "4100", "4096")
     assert_error(cli("bench", model, "-p", 0, "-n", 0), 1, "nothing to measure")
+
+
+# explain
+
+
+def test_explain_predicts_what_a_run_counts(cli: Cli, gemma: Path) -> None:
+    plain = json.loads(cli("explain", gemma, "-p", 150, "-t", 1, "-C", 32, "--json").out)
+    assert (plain["prompt_tokens"], plain["threads"], plain["chosen"]["schedule"], plain["chosen"]["chunk"]) == (150, 1, "chunk", 32)
+    assert [(s["schedule"], s["chosen"], s["measured"]) for s in plain["schedules"]] == [
+        ("token", False, None),
+        ("chunk", True, None),
+        ("layer", False, None),
+    ]
+    ran = json.loads(cli("explain", gemma, "-p", 150, "-t", 1, "-C", 32, "--run", "-r", 1, "--json").out)
+    for before, after in zip(plain["schedules"], ran["schedules"], strict=True):
+        assert after["counters"] == before["counters"] == after["measured"]["counters"] and after["measured"]["counters_as_predicted"]
+        assert after["shared_weight_share"] == 1.0 and after["memory"]["weight_bytes"] == plain["weight_bytes"]
+        counters = after["counters"]
+        read = sum(counters[f"{part}_bytes_touched"] for part in ("weight", "embedding", "head"))
+        assert after["weight_bytes_read"] == read
+        assert after["arithmetic_intensity"] == (counters["macs"] + counters["attention_macs"] + counters["head_macs"]) / read
+    with load(gemma) as llm:
+        assert plain["weight_bytes"] == llm.weight_bytes
+
+
+def test_explain_says_what_is_taken_and_why(cli: Cli, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = cli("explain", model, "-p", 100, "-t", 1, "-C", 32).out
+    assert "chunk-major with the 32 rows that were asked for is taken: it reads the weights 4 times" in text
+    assert "| chunk(32) |" in text and "100 %" in text and "measured" not in text
+    assert "reads the weights once" in cli("explain", model, "-p", 30, "-t", 1).out
+    assert "predicted and measured" in cli("explain", model, "-p", 20, "-t", 1, "--run", "-r", 1).out
+    monkeypatch.setenv("QUAFF_BATCHED_PREFILL", "0")
+    assert json.loads(cli("explain", model, "-p", 20, "-t", 1, "--json").out)["chosen"]["schedule"] == "token"
+
+
+def test_explain_refuses_what_cannot_be_read(cli: Cli, model: Path, tmp_path: Path) -> None:
+    assert_error(cli("explain", model, "-p", 5000), 1, "5000", "4096")
+    assert_error(cli("explain", model, "-p", 0), 2, "-p")
+    assert_error(cli("explain", tmp_path / "no-model.gguf"), 1, "no-model.gguf")
 
 
 # verify

@@ -1,0 +1,39 @@
+"""`quaff explain`: what reading a prompt costs in every schedule, before it is read; with --run, beside what it did cost."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from quaff.cli.console import Bar
+from quaff.cli.options import Chunk, Json, Model, Threads
+
+
+def explain(
+    model: Model,
+    prompt: Annotated[int, typer.Option("--n-prompt", "-p", min=1, help="Prompt tokens.")] = 512,
+    threads: Threads = None,
+    chunk: Chunk = None,
+    measure: Annotated[bool, typer.Option("--run", help="Load the model, read such a prompt, show predicted beside measured.")] = False,
+    repetitions: Annotated[int, typer.Option("--repetitions", "-r", min=1, help="Measured runs with --run, after a warm-up.")] = 3,
+    as_json: Json = False,
+) -> None:
+    """Predict bytes, launches, memory and seconds of every schedule."""
+    from quaff import _native
+    from quaff.checkpoint import open_checkpoint
+    from quaff.hub import resolve
+    from quaff.llm import load
+    from quaff.measure import explain as lib
+    from quaff.measure.roofline import measure_ceilings
+    from quaff.measure.table import render
+
+    with Bar() as bar:
+        path = resolve(model, bar.step)
+        with open_checkpoint(path) as checkpoint:
+            told = lib.explain(checkpoint, prompt, measure_ceilings(threads or _native.default_threads()), chunk)
+        if measure:
+            rows = max(cost.order.chunk for cost in told.costs)
+            with load(path, threads=told.ceilings.threads, chunk=rows, progress=bar.step) as llm:
+                told = lib.run(llm, told, repetitions, bar.step)
+    print(render("json" if as_json else "md", lib.explain_json(told), sentences=lambda: lib.explain_markdown(told)))

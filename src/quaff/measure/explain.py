@@ -1,0 +1,234 @@
+"""What reading a prompt will cost in every schedule, before it is read, and which one the engine takes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from quaff import _native
+from quaff.batch import Counters
+from quaff.cache.pages import PageCache
+from quaff.checkpoint import Checkpoint
+from quaff.engine.engine import make_scheduler
+from quaff.errors import PromptError
+from quaff.graph.builder import build_graph
+from quaff.graph.program import Graph
+from quaff.measure import counted
+from quaff.measure.bench import Plan, Progress, Result, Stand
+from quaff.measure.forecast import Trial, forecast, total
+from quaff.measure.memory import bytes_per_weight, packed_bytes
+from quaff.measure.roofline import EFFICIENCY, Bound, Ceilings, bound
+from quaff.measure.table import Column, markdown
+from quaff.models import family
+from quaff.schedule import Order, choose_order, default_chunk, stage_costs
+from quaff.weights.budget import Accountant, human_bytes
+
+if TYPE_CHECKING:
+    from quaff.llm import LLM
+
+SHARED_WEIGHT_SHARE = 1.0
+"""Of a cell's weight bytes, those that all its rows use. Every stage so far is dense; rows of a mixture will share less."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """One schedule: exact counters, bytes of memory, the least seconds under the ceilings and the seconds to expect."""
+
+    order: Order
+    counters: Counters
+    scratch_bytes: int
+    kv_bytes: int
+    limit: Bound
+    expected: Bound
+    measured: Result | None = None
+
+    @property
+    def read_bytes(self) -> int:
+        """Weight bytes that kernels read: layers, embedding rows and head."""
+        c = self.counters
+        return c.weight_bytes_touched + c.embedding_bytes_touched + c.head_bytes_touched
+
+    @property
+    def intensity(self) -> float:
+        """Multiply-accumulates per weight byte read."""
+        return self.counters.work / self.read_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Explanation:
+    """Costs of reading `trial.prompt` tokens in each schedule; `chosen` is the one that the engine takes by itself."""
+
+    path: str
+    trial: Trial
+    ceilings: Ceilings
+    weight_bytes: int
+    chosen: Order
+    why: str
+    costs: tuple[Cost, ...]
+
+    @property
+    def control(self) -> Cost:
+        return next(c for c in self.costs if c.order.name == "token")
+
+
+def explain(checkpoint: Checkpoint, tokens: int, ceilings: Ceilings, chunk: int | None = None) -> Explanation:
+    """Explain reading `tokens` tokens with `ceilings.threads` threads, from the file's tensor table alone.
+
+    `chunk` None: the engine's rule, from these ceilings. PromptError when the prompt does not fit the context.
+    """
+    tensors = {name: (view.shape, view.ggml_type) for name, view in checkpoint.tensors.items()}
+    model_family = family(checkpoint.architecture)
+    graph = build_graph(model_family.config(checkpoint.metadata, tensors), model_family, tensors)
+    if tokens > graph.config.context_length:
+        raise PromptError(f"the prompt has {tokens} tokens, the model's context is {graph.config.context_length} tokens")
+    packed = {name: packed_bytes(shape, kind) for name, (shape, kind) in tensors.items()}
+    stages = stage_costs(graph, packed, graph.config.vocab)
+    weight_bytes = sum(packed.values())
+    trial = Trial(prompt=tokens)
+    rows = chunk or default_chunk(bytes_per_weight(tensors), ceilings.int8_macs_per_second, ceilings.bytes_per_second)
+    costs = []
+    for order in (Order("token"), Order("chunk", rows), Order("layer", rows)):
+        parts = forecast(graph, stages, order, trial)
+        work = [part.work for part in parts]
+        costs.append(
+            Cost(
+                order,
+                total(parts),
+                *_memory(graph, order, tokens),
+                bound(work, ceilings, weight_bytes),
+                bound(work, ceilings.at(EFFICIENCY), weight_bytes),
+            )
+        )
+    chosen = choose_order("chunk", rows)
+    why = _why(chosen, tuple(costs), tokens, chunk is not None)
+    return Explanation(str(checkpoint.path), trial, ceilings, weight_bytes, chosen, why, tuple(costs))
+
+
+def run(llm: LLM, explanation: Explanation, repetitions: int, progress: Progress | None = None) -> Explanation:
+    """The same with every schedule measured beside its prediction: `repetitions` after a warm-up."""
+    chunk = max(cost.order.chunk for cost in explanation.costs)
+    plan = Plan((explanation.trial,), (explanation.ceilings.threads,), ("token", "chunk", "layer"), chunk, repetitions)
+    with Stand(llm, plan) as stand:
+        results = {result.schedule: result for result in stand.run(explanation.ceilings, progress)}
+    return replace(explanation, costs=tuple(replace(cost, measured=results.get(cost.order.name)) for cost in explanation.costs))
+
+
+def _memory(graph: Graph, order: Order, tokens: int) -> tuple[int, int]:
+    """Bytes of scratch and one row of logits, and of KV state, at their peak."""
+    step = min(tokens, make_scheduler(order, graph).prompt_rows)
+    cell = step if order.name == "layer" else min(order.chunk, tokens)
+    pools = [_native.PagePool(len(kind.layers), kind.kv_heads, kind.dim) for kind in graph.kv_kinds]
+    kv = PageCache(graph.kv_kinds, pools, Accountant()).peak_bytes(tokens, step)
+    return graph.scratch_bytes(step, cell) + 4 * graph.config.vocab, kv
+
+
+def _why(chosen: Order, costs: tuple[Cost, ...], tokens: int, asked: bool) -> str:
+    """One plain sentence."""
+    token, chunk, layer = costs
+    if chosen.name == "token":
+        return "token-major is taken because QUAFF_BATCHED_PREFILL=0 asks for the control"
+    rows = f"the {counted(chosen.chunk, 'row')} that were asked for" if asked else f"{counted(chosen.chunk, 'row')}, the machine's choice,"
+    gain = token.expected.seconds / chunk.expected.seconds
+    more = layer.scratch_bytes - chunk.scratch_bytes
+    faster = chunk.expected.seconds / layer.expected.seconds
+    other = f"be {faster:.2f}x as fast for {human_bytes(more)} more scratch" if faster >= 1.01 else "gain nothing here"
+    return (
+        f"chunk-major with {rows} is taken: it reads the weights {_times(-(-tokens // chosen.chunk))} where token-major reads them "
+        f"{_times(tokens)}, so that {chunk.limit.ceiling} binds instead of {token.limit.ceiling} and {gain:.1f}x its speed is expected; "
+        f"layer-major would {other}"
+    )
+
+
+def _times(n: int) -> str:
+    return "once" if n == 1 else counted(n, "time")
+
+
+def explain_json(e: Explanation) -> dict[str, Any]:
+    """One object; bytes are bytes, seconds seconds, shares of one."""
+    return {
+        "model": e.path,
+        "isa": e.ceilings.isa,
+        "threads": e.ceilings.threads,
+        "prompt_tokens": e.trial.prompt,
+        "weight_bytes": e.weight_bytes,
+        "ceilings": e.ceilings.as_dict(),
+        "efficiency": {"int8": EFFICIENCY.int8, "fma": EFFICIENCY.fma, "stream": EFFICIENCY.stream},
+        "chosen": {"schedule": e.chosen.name, "chunk": e.chosen.chunk, "why": e.why},
+        "schedules": [_cost(e, cost) for cost in e.costs],
+    }
+
+
+def _cost(e: Explanation, cost: Cost) -> dict[str, Any]:
+    measured = cost.measured
+    return {
+        "schedule": cost.order.name,
+        "chunk": cost.order.chunk,
+        "chosen": cost.order == e.chosen,
+        "weight_bytes_read": cost.read_bytes,
+        "shared_weight_share": SHARED_WEIGHT_SHARE,
+        "arithmetic_intensity": cost.intensity,
+        "memory": {"weight_bytes": e.weight_bytes, "kv_bytes": cost.kv_bytes, "scratch_bytes": cost.scratch_bytes},
+        "ceiling": cost.limit.ceiling,
+        "least_seconds": cost.limit.seconds,
+        "predicted_seconds": cost.expected.seconds,
+        "predicted_over_token": e.control.expected.seconds / cost.expected.seconds,
+        "counters": cost.counters.as_dict(),
+        "measured": measured
+        and {
+            "seconds": measured.seconds,
+            "samples": list(measured.samples),
+            "over_token": e.control.measured and e.control.measured.seconds / measured.seconds,
+            "counters": measured.counters.as_dict(),
+            "counters_as_predicted": measured.counters == cost.counters,
+        },
+    }
+
+
+def explain_markdown(e: Explanation) -> str:
+    """A line per schedule, then what is taken and what the seconds rest on; predicted beside measured if it was run."""
+    columns: list[Column[Cost]] = [
+        Column("schedule", lambda c: c.order.name if c.order.name == "token" else f"{c.order.name}({c.order.chunk})", right=False),
+        Column("weight bytes", lambda c: human_bytes(c.read_bytes)),
+        Column("shared", lambda c: f"{100 * SHARED_WEIGHT_SHARE:.0f} %"),
+        Column("launches", lambda c: f"{c.counters.launches:,}"),
+        Column("GMAC", lambda c: f"{c.counters.work / 1e9:,.1f}"),
+        Column("MAC/byte", lambda c: f"{c.intensity:,.1f}"),
+        Column("scratch", lambda c: human_bytes(c.scratch_bytes)),
+        Column("KV", lambda c: human_bytes(c.kv_bytes)),
+        Column("ceiling", lambda c: c.limit.ceiling, right=False),
+        Column("least s", lambda c: f"{c.limit.seconds:.3f}"),
+        Column("predicted s", lambda c: f"{c.expected.seconds:.3f}"),
+        Column("x token", lambda c: f"{e.control.expected.seconds / c.expected.seconds:.1f}"),
+    ]
+    lines = [f"{e.path}: {e.trial.name}, weights {human_bytes(e.weight_bytes)}, {counted(e.ceilings.threads, 'thread')}", ""]
+    lines += [*markdown(columns, e.costs), "", e.why]
+    lines += [
+        f"predicted seconds assume {100 * EFFICIENCY.int8:.0f} % of int8 dot, {100 * EFFICIENCY.fma:.0f} % of f32 fma and "
+        f"{100 * EFFICIENCY.stream:.0f} % of reading; least seconds assume all of it",
+        e.ceilings.sentence(),
+    ]
+    if e.control.measured:
+        lines += ["", *_measured(e)]
+    return "\n".join(lines)
+
+
+def _measured(e: Explanation) -> list[str]:
+    """Predicted beside measured: seconds, then every counter."""
+    ran = [(cost, cost.measured) for cost in e.costs if cost.measured is not None]
+    control = e.control.measured
+    seconds: list[Column[tuple[Cost, Result]]] = [
+        Column("schedule", lambda r: r[0].order.name, right=False),
+        Column("predicted s", lambda r: f"{r[0].expected.seconds:.3f}"),
+        Column("measured s", lambda r: f"{r[1].seconds:.3f}"),
+        Column("x token predicted", lambda r: f"{e.control.expected.seconds / r[0].expected.seconds:.1f}"),
+        Column("x token measured", lambda r: f"{control.seconds / r[1].seconds:.1f}" if control else ""),
+        Column("of the least time", lambda r: f"{100 * r[0].limit.seconds / r[1].seconds:.0f} %"),
+    ]
+    counters: list[Column[str]] = [Column("counter: predicted and measured", str, right=False)]
+    counters += [Column(cost.order.name, lambda name, p=cost.counters, m=r.counters: _beside(name, p, m)) for cost, r in ran]  # type: ignore[misc]
+    return [*markdown(seconds, ran), "", *markdown(counters, Counters().as_dict())]
+
+
+def _beside(name: str, predicted: Counters, measured: Counters) -> str:
+    p, m = getattr(predicted, name), getattr(measured, name)
+    return f"{p:,} {'=' if p == m else '≠'} {m:,}"

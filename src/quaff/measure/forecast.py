@@ -1,0 +1,118 @@
+"""What a test will cost, before it runs: the engine's own scheduler and orders, counted by `schedule.predict`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from quaff.batch import Counters
+from quaff.engine.engine import make_scheduler
+from quaff.graph.program import NONE, Graph, Op, OpKind, StageSpec
+from quaff.measure.roofline import Work
+from quaff.schedule import Cell, Grid, Order, StageCost, predict
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """`prompt` tokens read at once, or `generate` tokens one by one, for each of `sequences`, with `depth` tokens before them in its state.
+
+    A prompt counts with the logits of its last row: what a user waits for.
+    """
+
+    prompt: int = 0
+    generate: int = 0
+    depth: int = 0
+    sequences: int = 1
+
+    @property
+    def name(self) -> str:
+        """As llama-bench names tests: pp512, tg64, pp512 @ d1024; several sequences as in tg64 np4."""
+        base = f"pp{self.prompt}" if self.prompt else f"tg{self.generate}"
+        return base + (f" np{self.sequences}" if self.sequences > 1 else "") + (f" @ d{self.depth}" if self.depth else "")
+
+    @property
+    def tokens(self) -> int:
+        """Tokens that the test's speed counts."""
+        return (self.prompt or self.generate) * self.sequences
+
+    @property
+    def positions(self) -> int:
+        """Positions that a sequence has at the end."""
+        return self.depth + (self.prompt or self.generate)
+
+
+@dataclass(frozen=True, slots=True)
+class StageForecast:
+    """Exact counters of one stage over a whole test, bytes of KV state that it reads, and the work that they mean."""
+
+    counters: Counters
+    kv_bytes: int
+    work: Work
+
+
+def forecast(graph: Graph, costs: Sequence[StageCost], order: Order, trial: Trial) -> tuple[StageForecast, ...]:
+    """One forecast per stage, in grid order; the sum of their counters is what the native module will count."""
+    kinds = tuple(stage.kind for stage in graph.stages)
+    scheduler = make_scheduler(order, graph)
+    known = dict.fromkeys(range(trial.sequences), trial.depth + max(1, trial.prompt))
+    left = dict.fromkeys(known, max(0, trial.generate - 1))
+    for sequence, tokens in known.items():
+        scheduler.add(sequence, tokens, trial.depth, tokens - 1)
+    counters = [Counters() for _ in kinds]
+    kv_bytes = [0.0 for _ in kinds]
+    while work := scheduler.plan():
+        spans: list[tuple[int, int]] = []
+        logits: list[int] = []
+        for w in work:
+            row = spans[-1][1] if spans else 0
+            spans.append((row, row + w.rows))
+            logits += range(row + w.logits, row + w.rows)
+        grid = Grid(kinds, tuple(spans), tuple(logits))
+        cells: list[list[Cell]] = [[] for _ in kinds]
+        for cell in order.cells(grid):
+            cells[cell.stage].append(cell)
+        together = min(order.chunk, max(w.rows for w in work))
+        for stage, mine in enumerate(cells):
+            spent = predict(costs, grid.spans, [w.start for w in work], mine)
+            counters[stage] += spent
+            kv_bytes[stage] += spent.attention_macs * kv_bytes_per_mac(graph.stages[stage]) / together
+        for w in work:
+            scheduler.finish(w.request, w.rows)
+            if w.start + w.rows == known[w.request] and left[w.request]:
+                scheduler.extend(w.request)
+                known[w.request] += 1
+                left[w.request] -= 1
+    return tuple(
+        StageForecast(spent, int(kv), _work(graph, stage, spent, int(kv)))
+        for stage, spent, kv in zip(graph.stages, counters, kv_bytes, strict=True)
+    )
+
+
+def total(stages: Sequence[StageForecast]) -> Counters:
+    return sum((stage.counters for stage in stages), Counters())
+
+
+def _work(graph: Graph, stage: StageSpec, spent: Counters, kv_bytes: int) -> Work:
+    linear = spent.macs + spent.head_macs
+    in_f32 = sum(linear_macs(graph, stage, op) for op in stage.program.ops if op.kind == OpKind.LINEAR and op.inputs[0] == NONE)
+    f32 = linear * in_f32 // max(1, stage.macs_per_row)
+    read = spent.weight_bytes_touched + spent.head_bytes_touched + spent.embedding_bytes_touched + kv_bytes
+    return Work(linear - f32, f32 + spent.attention_macs, read)
+
+
+def linear_macs(graph: Graph, stage: StageSpec, op: Op) -> int:
+    """Multiply-accumulates of one linear op for one row."""
+
+    def width(buffer: int) -> int:
+        return (graph.config.dim, graph.config.vocab)[buffer] if buffer < 2 else stage.program.buffers[buffer - 2][0]
+
+    source = op.inputs[0] if op.inputs[0] != NONE else op.inputs[1]
+    return width(source) * sum(width(out) for out in op.outputs)
+
+
+def kv_bytes_per_mac(stage: StageSpec) -> float:
+    """Bytes of f16 keys and values that one row reads per multiply-accumulate of its attention; rows of a cell read them together."""
+    for op in stage.program.ops:
+        if op.kind == OpKind.ATTEND:
+            return 2 * op.ints[3] / op.ints[2]
+    return 0.0
