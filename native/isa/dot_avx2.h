@@ -1,5 +1,5 @@
 // Integer dots without VNNI: vpmaddubsw adds two products in int16, safe only while its unsigned side is small (NUMERICS, integer traps).
-// Nibbles (<= 15) go in bare and eight results fit an int16; wide codes go in as |w| with the sign moved to q, one result at a time.
+// Codes of 4 bits go in bare and eight results fit an int16, of 5 bits four, of 6 bits two; 8-bit codes go in as |w| with the sign moved to q.
 #pragma once
 #include "vec_avx2.h"
 
@@ -20,9 +20,16 @@ struct BytesAvx2 {
         _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), x.a);
         _mm256_storeu_si256(reinterpret_cast<__m256i*>(p + 32), x.b);
     }
-    QUAFF_INLINE static Bytes low(Bytes x) { return {low(x.a), low(x.b)}; }
-    QUAFF_INLINE static Bytes high(Bytes x) { return {low(_mm256_srli_epi16(x.a, 4)), low(_mm256_srli_epi16(x.b, 4))}; }
-    QUAFF_INLINE static Table table(const int8_t* codebook) { // gives wide codes
+    QUAFF_INLINE static Bytes field(Bytes x, int shift, int bits) {
+        const __m256i mask = _mm256_set1_epi8(static_cast<char>((1 << bits) - 1));
+        return {_mm256_and_si256(right(x.a, shift), mask), _mm256_and_si256(right(x.b, shift), mask)};
+    }
+    QUAFF_INLINE static Bytes merge(Bytes low, Bytes x, int shift, int bits, int at) {
+        const __m256i mask = _mm256_set1_epi8(static_cast<char>(((1 << bits) - 1) << at));
+        return {_mm256_or_si256(low.a, _mm256_and_si256(right(x.a, shift - at), mask)),
+                _mm256_or_si256(low.b, _mm256_and_si256(right(x.b, shift - at), mask))};
+    }
+    QUAFF_INLINE static Table table(const int8_t* codebook) { // gives 8-bit codes
         const __m128i values = _mm_loadu_si128(reinterpret_cast<const __m128i*>(codebook));
         return _mm256_broadcastsi128_si256(_mm_xor_si128(values, _mm_set1_epi8(-128)));
     }
@@ -36,34 +43,36 @@ struct BytesAvx2 {
     }
 
 private:
-    QUAFF_INLINE static __m256i low(__m256i x) { return _mm256_and_si256(x, _mm256_set1_epi8(15)); }
+    QUAFF_INLINE static __m256i right(__m256i x, int shift) {
+        return shift > 0 ? _mm256_srli_epi16(x, shift) : shift < 0 ? _mm256_slli_epi16(x, -shift) : x;
+    }
 };
 
 struct DotAvx2 : BytesAvx2 {
     struct Signed {
         Bytes size, code;
     };
-    template <bool wide> struct OperandOf { using Type = Bytes; };
-    template <bool wide> using Operand = typename OperandOf<wide>::Type;
-    template <bool wide> using Part = V::I; // wide: int32 sums; nibbles: int16 pairs
+    template <int bits> struct OperandOf { using Type = Bytes; };
+    template <int bits> using Operand = typename OperandOf<bits>::Type;
+    template <int bits> using Part = V::I; // 8 bits: int32 sums; fewer: int16 pairs
+    template <int bits> static constexpr int kSteps = bits == 5 ? 4 : bits == 6 ? 2 : 8;
     static constexpr int32_t kWideOffset = 0;
     // 16 registers: 4 tokens' sums in 8, 2 of codes, a broadcast, products; the f32 chains wait in L1 between groups.
-    static constexpr int kTokens = 4;
-    static constexpr int panels(int) { return 1; }
+    static constexpr int kTokens = 4, kPanels = 1;
     static constexpr int kFloatTokens = 6, kFloatPanels = 1;
 
-    template <bool wide> QUAFF_INLINE static Operand<wide> operand(Bytes x) {
-        if constexpr (wide) {
+    template <int bits> QUAFF_INLINE static Operand<bits> operand(Bytes x) {
+        if constexpr (bits == 8) {
             const __m256i flip = _mm256_set1_epi8(-128), a = _mm256_xor_si256(x.a, flip), b = _mm256_xor_si256(x.b, flip);
             return {{_mm256_abs_epi8(a), _mm256_abs_epi8(b)}, {a, b}};
         } else {
             return x;
         }
     }
-    template <bool wide> QUAFF_INLINE static Part<wide> begin(int32_t) { return V::iset(0); }
-    template <bool wide> QUAFF_INLINE static void dot(Part<wide>& part, const Operand<wide>& w, const int8_t* q) {
+    template <int bits> QUAFF_INLINE static Part<bits> begin(int32_t) { return V::iset(0); }
+    template <int bits> QUAFF_INLINE static void dot(Part<bits>& part, const Operand<bits>& w, const int8_t* q) {
         const __m256i x = four(q);
-        if constexpr (wide) {
+        if constexpr (bits == 8) {
             part.a = _mm256_add_epi32(part.a, pairs(_mm256_maddubs_epi16(w.size.a, _mm256_sign_epi8(x, w.code.a))));
             part.b = _mm256_add_epi32(part.b, pairs(_mm256_maddubs_epi16(w.size.b, _mm256_sign_epi8(x, w.code.b))));
         } else {
@@ -71,8 +80,8 @@ struct DotAvx2 : BytesAvx2 {
             part.b = _mm256_add_epi16(part.b, _mm256_maddubs_epi16(w.b, x));
         }
     }
-    template <bool wide> QUAFF_INLINE static V::I finish(Part<wide> part, int32_t start) {
-        if constexpr (wide)
+    template <int bits> QUAFF_INLINE static V::I finish(Part<bits> part, int32_t start) {
+        if constexpr (bits == 8)
             return part;
         else
             return V::iadd({pairs(part.a), pairs(part.b)}, V::iset(start));
@@ -82,6 +91,6 @@ private:
     QUAFF_INLINE static __m256i pairs(__m256i x) { return _mm256_madd_epi16(x, _mm256_set1_epi16(1)); }
 };
 
-template <> struct DotAvx2::OperandOf<true> { using Type = Signed; };
+template <> struct DotAvx2::OperandOf<8> { using Type = Signed; };
 
 } // namespace quaff::isa

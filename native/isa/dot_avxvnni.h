@@ -5,22 +5,22 @@
 namespace quaff::isa {
 
 struct DotAvxVnni : BytesAvx2 {
-    template <bool wide> using Operand = Bytes;
-    template <bool wide> using Part = V::I;
+    template <int bits> using Operand = Bytes;
+    template <int bits> using Part = V::I;
+    template <int bits> static constexpr int kSteps = 8;
     static constexpr int32_t kWideOffset = 128;
     // 16 registers: 4 tokens' sums in 8, 2 of codes, a broadcast; the f32 chains wait in L1 between groups.
-    static constexpr int kTokens = 4;
-    static constexpr int panels(int) { return 1; }
+    static constexpr int kTokens = 4, kPanels = 1;
     static constexpr int kFloatTokens = 6, kFloatPanels = 1;
 
-    template <bool wide> QUAFF_INLINE static Operand<wide> operand(Bytes x) { return x; }
-    template <bool wide> QUAFF_INLINE static Part<wide> begin(int32_t start) { return V::iset(start); }
-    template <bool wide> QUAFF_INLINE static void dot(Part<wide>& part, const Operand<wide>& w, const int8_t* q) {
+    template <int bits> QUAFF_INLINE static Operand<bits> operand(Bytes x) { return x; }
+    template <int bits> QUAFF_INLINE static Part<bits> begin(int32_t start) { return V::iset(start); }
+    template <int bits> QUAFF_INLINE static void dot(Part<bits>& part, const Operand<bits>& w, const int8_t* q) {
         const __m256i x = four(q);
         part.a = _mm256_dpbusd_avx_epi32(part.a, w.a, x);
         part.b = _mm256_dpbusd_avx_epi32(part.b, w.b, x);
     }
-    template <bool wide> QUAFF_INLINE static V::I finish(Part<wide> part, int32_t) { return part; }
+    template <int bits> QUAFF_INLINE static V::I finish(Part<bits> part, int32_t) { return part; }
 };
 
 } // namespace quaff::isa

@@ -14,11 +14,11 @@ struct DotScalar {
     struct Split {
         V::I even, odd; // codes 0 and 2, codes 1 and 3 of each row as two int16
     };
-    template <bool wide> using Operand = Split;
-    template <bool wide> using Part = V::I;
+    template <int bits> using Operand = Split;
+    template <int bits> using Part = V::I;
+    template <int bits> static constexpr int kSteps = 8;
     static constexpr int32_t kWideOffset = 128;
-    static constexpr int kTokens = 2; // the software fma is most of the work; two tokens share the widening
-    static constexpr int panels(int) { return 1; }
+    static constexpr int kTokens = 2, kPanels = 1; // the software fma is most of the work; two tokens share the widening
     static constexpr int kFloatTokens = 2, kFloatPanels = 1;
 
     QUAFF_INLINE static Bytes load(const uint8_t* p) {
@@ -27,9 +27,11 @@ struct DotScalar {
         return x;
     }
     QUAFF_INLINE static void store(uint8_t* p, Bytes x) { __builtin_memcpy(p, &x, sizeof x); }
-    QUAFF_INLINE static Bytes low(Bytes x) { return V::iand(x, V::iset(0x0f0f0f0f)); }
-    QUAFF_INLINE static Bytes high(Bytes x) { return low(V::template shru<4>(x)); }
-    QUAFF_INLINE static Table table(const int8_t* codebook) { // gives wide codes
+    QUAFF_INLINE static Bytes field(Bytes x, int shift, int bits) { return V::iand(right(x, shift), bytes((1 << bits) - 1)); }
+    QUAFF_INLINE static Bytes merge(Bytes low, Bytes x, int shift, int bits, int at) {
+        return V::ior(low, V::iand(right(x, shift - at), bytes(((1 << bits) - 1) << at)));
+    }
+    QUAFF_INLINE static Table table(const int8_t* codebook) { // gives 8-bit codes
         Table t;
         for (int i = 0; i < 16; i++)
             t.value[i] = static_cast<uint8_t>(codebook[i] + 128);
@@ -43,17 +45,22 @@ struct DotScalar {
         return load(bytes);
     }
 
-    template <bool wide> QUAFF_INLINE static Operand<wide> operand(Bytes x) {
+    template <int bits> QUAFF_INLINE static Operand<bits> operand(Bytes x) {
         const V::I mask = V::iset(0x00ff00ff);
         return {V::iand(x, mask), V::iand(V::template shru<8>(x), mask)};
     }
-    template <bool wide> QUAFF_INLINE static Part<wide> begin(int32_t start) { return V::iset(start); }
-    template <bool wide> QUAFF_INLINE static void dot(Part<wide>& part, const Operand<wide>& w, const int8_t* q) {
+    template <int bits> QUAFF_INLINE static Part<bits> begin(int32_t start) { return V::iset(start); }
+    template <int bits> QUAFF_INLINE static void dot(Part<bits>& part, const Operand<bits>& w, const int8_t* q) {
         part = V::iadd(part, V::iadd(pairs(w.even, q[0], q[2]), pairs(w.odd, q[1], q[3])));
     }
-    template <bool wide> QUAFF_INLINE static V::I finish(Part<wide> part, int32_t) { return part; }
+    template <int bits> QUAFF_INLINE static V::I finish(Part<bits> part, int32_t) { return part; }
 
 private:
+    QUAFF_INLINE static V::I bytes(int value) { return V::iset(static_cast<int32_t>(0x01010101u * static_cast<uint32_t>(value))); }
+    QUAFF_INLINE static V::I right(V::I x, int shift) {
+        return {right(x.a, shift), right(x.b, shift), right(x.c, shift), right(x.d, shift)};
+    }
+    QUAFF_INLINE static V::I4 right(V::I4 x, int shift) { return (V::I4)(shift < 0 ? (V::U4)x << -shift : (V::U4)x >> shift); }
     // Both int16 of a lane times x and y, added in int32.
     QUAFF_INLINE static V::I pairs(V::I w, int32_t x, int32_t y) {
         const V::I xy = V::iset(static_cast<int32_t>((static_cast<uint32_t>(y) << 16) | (static_cast<uint32_t>(x) & 0xffff)));

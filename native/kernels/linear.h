@@ -10,21 +10,24 @@ namespace quaff::linear {
 inline constexpr int64_t kMaxTokens = 8, kMaxPanels = 4, kMaxFloatPanels = 2; // no tile is larger
 static_assert(kQuantGroup == 32 && kLanes == 16);
 
-// What tiles read: where codes lie and in which form.
+// Where a tile finds codes and scales: in the weight itself (few tokens, bound by memory), or prepared for many tokens.
 enum class Source {
-    kWide,   // code + 128, 512 bytes per group
-    kNarrow, // bare nibbles, one a byte, 512 bytes per group (only in scratch)
-    kNibble, // the compact form, 256 bytes per group
-    kBook,   // the compact form through a codebook
+    kPacked,   // planes and scale blocks, expanded in registers
+    kBook,     // the same, nibbles through a codebook
+    kPrepared, // one code a byte, f32 scales and minimums
 };
 
+// Panels side by side, from the first one of a call on.
 struct Panels {
-    const uint8_t* codes;
-    int64_t code_stride;        // bytes from panel to panel
-    const uint8_t *scale, *min; // f16 or f32, [panel][group][row]
-    bool half;
-    const int8_t* codebook;
+    const uint8_t* data; // kPacked, kBook: chunks as they are. kPrepared: codes only, 512 bytes per group of 32
+    int64_t panel_stride, chunk_stride;
+    const float* scales; // kPrepared: [panel][scale, min if there are any][group][row]
 };
+
+// Significant bits of a stored code as an operand: what fits an int16 pair of products depends on it (isa/dot_avx2.h).
+constexpr int operand_bits(Codes codes, bool book) {
+    return codes == Codes::kByte || book ? 8 : codes == Codes::kNibbleBit ? 5 : codes == Codes::kNibblePair ? 6 : 4;
+}
 
 // What a tile needs to know of one token's activations, 16 weight groups at a time: all of it lies at constant distances from one pointer.
 struct Cell {
@@ -35,6 +38,8 @@ struct Cell {
 static_assert(sizeof(Cell) == 192);
 
 QUAFF_INLINE int64_t cell_bytes(const Weight& w) { return (w.groups / 16 + 1) * kMaxTokens * int64_t(sizeof(Cell)); }
+QUAFF_INLINE int64_t code_bytes(const Weight& w) { return w.codes == Codes::kByte ? 0 : w.cols * kLanes; } // prepared, per panel
+QUAFF_INLINE int64_t scale_bytes(const Weight& w) { return w.groups * kLanes * int64_t(sizeof(float)) * (w.has_min ? 2 : 1); }
 
 struct Tokens {
     const int8_t* q;
@@ -43,8 +48,70 @@ struct Tokens {
     int64_t groups;
 };
 
-template <class V> QUAFF_INLINE typename V::F load_scale(const uint8_t* base, int64_t at, bool half) {
-    return half ? V::load_f16(reinterpret_cast<const uint16_t*>(base) + at) : V::load(reinterpret_cast<const float*>(base) + at);
+// Scales and minimums of the first `count` groups of a chunk as f32, [group][row]. Products are exact.
+template <class V> QUAFF_INLINE void expand_scales(const Weight& w, const uint8_t* block, int64_t count, float* scale, float* min) {
+    switch (w.scales) {
+    case Scales::kHalf:
+        for (int64_t g = 0; g < count; g++, block += sizeof(HalfScales))
+            V::store(scale + g * kLanes, V::load_f16(reinterpret_cast<const HalfScales*>(block)->scale));
+        break;
+    case Scales::kHalfMin:
+        for (int64_t g = 0; g < count; g++, block += sizeof(HalfMinScales)) {
+            V::store(scale + g * kLanes, V::load_f16(reinterpret_cast<const HalfMinScales*>(block)->scale));
+            V::store(min + g * kLanes, V::load_f16(reinterpret_cast<const HalfMinScales*>(block)->min));
+        }
+        break;
+    case Scales::kSuper: { // 8 or 16 groups a block, laid out alike
+        const int64_t groups = 256 / w.group;
+        for (int64_t g = 0; g < count; block += sizeof(uint16_t[16]) + sizeof(int8_t[16]) * groups) {
+            const auto* b = reinterpret_cast<const SuperScales<16>*>(block);
+            const typename V::F d = V::load_f16(b->d);
+            for (int64_t i = 0; i < groups; i++, g++)
+                V::store(scale + g * kLanes, V::mul(d, V::to_float(V::load_i8(b->scale[i]))));
+        }
+        break;
+    }
+    case Scales::kSuperMin:
+        for (int64_t g = 0; g < count; block += sizeof(SuperMinScales)) {
+            const auto* b = reinterpret_cast<const SuperMinScales*>(block);
+            const typename V::F d = V::load_f16(b->d), dmin = V::neg(V::load_f16(b->dmin));
+            for (int64_t i = 0; i < 8; i++, g++) {
+                V::store(scale + g * kLanes, V::mul(d, V::to_float(V::load_i8(b->scale[i]))));
+                V::store(min + g * kLanes, V::mul(dmin, V::to_float(V::load_i8(b->min[i]))));
+            }
+        }
+        break;
+    case Scales::kSuperPair:
+        for (int64_t g = 0; g < count; block += sizeof(SuperPairScales)) {
+            const auto* b = reinterpret_cast<const SuperPairScales*>(block);
+            const typename V::F d = V::load_f16(b->d), dmin = V::neg(V::load_f16(b->dmin));
+            for (int64_t i = 0; i < 16; i++, g++) {
+                const typename V::I both = V::load_u8(b->both[i]);
+                V::store(scale + g * kLanes, V::mul(d, V::to_float(V::iand(both, V::iset(15)))));
+                V::store(min + g * kLanes, V::mul(dmin, V::to_float(V::template shru<4>(both))));
+            }
+        }
+        break;
+    case Scales::
+        kExponent: // 2^(e-128) = 2^(e+2-127) * 2^-3: exponent e+2 is a normal number for every e below 252, the product may be denormal
+        for (int64_t g = 0; g < count; g++, block += sizeof(ExponentScales)) {
+            const typename V::I e = V::iadd(V::load_u8(reinterpret_cast<const ExponentScales*>(block)->e), V::iset(2));
+            V::store(scale + g * kLanes, V::mul(V::from_bits(V::template shl<23>(e)), V::set(0x1p-3f)));
+        }
+        break;
+    case Scales::kNone:
+        break;
+    }
+}
+
+// Four k (k4 in 0..7) of 16 rows out of a group's planes.
+template <class D, Codes codes> QUAFF_INLINE typename D::Bytes load_codes(const uint8_t* group, int k4) {
+    constexpr int low = planes(codes).low, high = planes(codes).high;
+    const typename D::Bytes x = D::field(D::load(group + k4 % low * 64), k4 / low * low, low);
+    if constexpr (high == 0)
+        return x;
+    else
+        return D::merge(x, D::load(group + low * 64 + k4 % high * 64), k4 / high * high, high, low);
 }
 
 // Adds bias, then the residual, and stores a tile's values [panel][token][16]. A panel that overhangs the last row takes the slow path.
@@ -67,20 +134,34 @@ template <class V>
         }
 }
 
+template <class D, Codes codes, bool book>
+QUAFF_INLINE typename D::Bytes load_values(typename D::Table table, const uint8_t* group, int k4) {
+    const typename D::Bytes bytes = load_codes<D, codes>(group, k4);
+    if constexpr (book)
+        return D::lookup(table, bytes);
+    else
+        return bytes;
+}
+
 // R panels x T tokens over all groups. Tiles are inlined into the loop over panels: g++ keeps an array in registers only when the loops over it
 // are inner ones, unrolled before it decides.
-template <class D, Source source, int G, int R, int T>
+template <class D, Source source, Codes form, int G, int R, int T>
 QUAFF_INLINE void int_tile(const LinearArgs& a, const Panels& p, const Tokens& x, int64_t panel, int64_t token) {
     using V = typename D::V;
-    constexpr bool wide = source == Source::kWide || source == Source::kBook;
-    constexpr bool compact = source == Source::kNibble || source == Source::kBook;
-    static_assert(G == 32 || !compact);
-    constexpr int64_t bytes = compact ? 256 : 512, steps = G / 4;
+    constexpr bool prepared = source == Source::kPrepared, book = source == Source::kBook;
+    constexpr int bits = operand_bits(form, book);
+    constexpr Codes read = prepared ? Codes::kByte : form;
+    constexpr int64_t group_bytes = code_group_bytes(read);
+    constexpr int steps = G / 4, fields = 8 / planes(read).low;
+    constexpr int run = steps < D::template kSteps<bits> ? steps : D::template kSteps<bits>; // dots between two looks at the int32 sums
     const int64_t groups = x.groups;
+    const bool has_min = a.w->has_min;
+    const int64_t panel_scales = has_min ? 2 * groups * kLanes : groups * kLanes;
     const Cell* cells = x.cells;
     typename D::Table table{};
-    if constexpr (source == Source::kBook)
-        table = D::table(p.codebook);
+    if constexpr (book)
+        table = D::table(a.w->codebook);
+    alignas(64) float chunk[prepared ? 1 : R][2][prepared ? 1 : kChunk * kLanes];
 
     typename V::F acc[R][T];
 #pragma GCC unroll 4
@@ -88,54 +169,68 @@ QUAFF_INLINE void int_tile(const LinearArgs& a, const Panels& p, const Tokens& x
 #pragma GCC unroll 8
         for (int t = 0; t < T; t++)
             acc[r][t] = V::zero();
-    for (int64_t g0 = 0; g0 < groups; g0 += 16, cells += T) {
-        const int64_t count = groups - g0 < 16 ? groups - g0 : 16;
+    for (int64_t g0 = 0; g0 < groups; g0 += kChunk, cells += T) {
+        const int64_t count = groups - g0 < kChunk ? groups - g0 : kChunk;
+        const uint8_t* codes = p.data + g0 / kChunk * p.chunk_stride;
+        if constexpr (!prepared) {
+            for (int r = 0; r < R; r++)
+                expand_scales<V>(*a.w, codes + r * p.panel_stride, count, chunk[r][0], chunk[r][1]);
+            codes += chunk_codes_at(*a.w, count);
+        } else if (a.w->codes == Codes::kByte) { // in place
+            codes += chunk_codes_at(*a.w, count);
+        }
+        const int8_t* chunk_q = x.q + g0 * G;
         for (int64_t i0 = 0; i0 < count; i0 += 32 / G) {
-            const int64_t b = (g0 + i0) * G / 32;
+            const int64_t b = i0 * G / 32;
 #pragma GCC unroll 2
             for (int half = 0; half < 32 / G; half++) {
-                const int64_t i = i0 + half, g = g0 + i;
-                typename D::template Part<wide> part[R][T];
+                const int64_t i = i0 + half;
+                typename V::I sum[R][T];
 #pragma GCC unroll 8
-                for (int t = 0; t < T; t++) {
-                    const auto begin = D::template begin<wide>(cells[t].start[i]);
-#pragma GCC unroll 4
-                    for (int r = 0; r < R; r++)
-                        part[r][t] = begin;
-                }
-#pragma GCC unroll 8
-                for (int step = 0; step < steps; step++) {
-                    // Compact bytes hold k4 and k4 + 4: both are used while the bytes are in a register.
-                    const int64_t k4 = compact ? step / 2 + step % 2 * 4 : half * 4 + step;
-                    typename D::template Operand<wide> w[R];
-#pragma GCC unroll 4
-                    for (int r = 0; r < R; r++) {
-                        typename D::Bytes codes = D::load(p.codes + r * p.code_stride + b * bytes + (compact ? step / 2 : k4) * 64);
-                        if constexpr (compact)
-                            codes = step % 2 ? D::high(codes) : D::low(codes);
-                        if constexpr (source == Source::kBook)
-                            codes = D::lookup(table, codes);
-                        w[r] = D::template operand<wide>(codes);
-                    }
+                for (int first = 0; first < steps; first += run) {
+                    typename D::template Part<bits> part[R][T];
 #pragma GCC unroll 8
                     for (int t = 0; t < T; t++) {
-                        const int8_t* q = x.q + t * x.q_stride + b * 32 + k4 * 4;
+                        const auto begin = D::template begin<bits>(first ? 0 : cells[t].start[i]);
 #pragma GCC unroll 4
                         for (int r = 0; r < R; r++)
-                            D::template dot<wide>(part[r][t], w[r], q);
+                            part[r][t] = begin;
                     }
+#pragma GCC unroll 8
+                    for (int step = first; step < first + run; step++) {
+                        // All fields of a loaded line follow each other where the group is whole.
+                        const int k4 = G == 32 ? step / fields + step % fields * (8 / fields) : half * 4 + step;
+                        typename D::template Operand<bits> w[R];
+#pragma GCC unroll 4
+                        for (int r = 0; r < R; r++) {
+                            const uint8_t* group = codes + r * p.panel_stride + b * group_bytes;
+                            w[r] = D::template operand<bits>(load_values<D, read, book>(table, group, k4));
+                        }
+#pragma GCC unroll 8
+                        for (int t = 0; t < T; t++) {
+                            const int8_t* q = chunk_q + t * x.q_stride + b * 32 + k4 * 4;
+#pragma GCC unroll 4
+                            for (int r = 0; r < R; r++)
+                                D::template dot<bits>(part[r][t], w[r], q);
+                        }
+                    }
+#pragma GCC unroll 8
+                    for (int t = 0; t < T; t++)
+#pragma GCC unroll 4
+                        for (int r = 0; r < R; r++) {
+                            const auto dot = D::template finish<bits>(part[r][t], first ? 0 : cells[t].start[i]);
+                            sum[r][t] = first ? V::iadd(sum[r][t], dot) : dot;
+                        }
                 }
 #pragma GCC unroll 4
                 for (int r = 0; r < R; r++) {
-                    const int64_t at = (r * groups + g) * kLanes;
-                    const typename V::F scale = load_scale<V>(p.scale, at, p.half);
+                    const float* scales = prepared ? p.scales + r * panel_scales + (g0 + i) * kLanes : chunk[r][0] + i * kLanes;
+                    const typename V::F scale = V::load(scales);
 #pragma GCC unroll 8
-                    for (int t = 0; t < T; t++) {
-                        const auto dot = V::to_float(D::template finish<wide>(part[r][t], cells[t].start[i]));
-                        acc[r][t] = V::fma(dot, V::mul(scale, V::set(cells[t].scale[i])), acc[r][t]);
-                    }
-                    if (p.min) {
-                        const typename V::F min = load_scale<V>(p.min, at, p.half);
+                    for (int t = 0; t < T; t++)
+                        acc[r][t] = V::fma(V::to_float(sum[r][t]), V::mul(scale, V::set(cells[t].scale[i])), acc[r][t]);
+                    if (has_min) {
+                        const typename V::F min = V::load(scales + (prepared ? groups * kLanes : kChunk * kLanes));
 #pragma GCC unroll 8
                         for (int t = 0; t < T; t++)
                             acc[r][t] = V::fma(min, V::set(cells[t].sum[i]), acc[r][t]);
@@ -153,30 +248,46 @@ QUAFF_INLINE void int_tile(const LinearArgs& a, const Panels& p, const Tokens& x
     store_tile<V>(a, panel, R, token, T, values);
 }
 
-// `count` panels from `panel` on times T tokens: as many panels at once as the tile holds, the rest one by one.
-template <class D, Source source, int G, int T>
+// `count` panels from `panel` on times T tokens: as many panels at once as the tile holds, the rest one by one. Packed panels are always read one
+// by one: they are bound by memory, one panel is one stream of addresses, and the groups in flight hide the latency of the chains.
+template <class D, Source source, Codes codes, int G, int T>
 [[gnu::noinline]] static void int_panels(const LinearArgs& a, Panels p, const Tokens& x, int64_t panel, int64_t count, int64_t token) {
-    constexpr int R = D::panels(T);
+    constexpr int R = source == Source::kPrepared ? D::kPanels : 1;
     static_assert(R <= kMaxPanels && T <= kMaxTokens);
-    const int64_t scales = x.groups * kLanes * (p.half ? 2 : 4);
-    auto step = [&](int64_t panels) {
-        panel += panels, count -= panels, p.codes += panels * p.code_stride, p.scale += panels * scales;
-        if (p.min)
-            p.min += panels * scales;
-    };
-    for (; count >= R; step(R))
-        int_tile<D, source, G, R, T>(a, p, x, panel, token);
+    const int64_t scales = scale_bytes(*a.w) / int64_t(sizeof(float));
+    for (; count >= R; count -= R, panel += R, p.data += R * p.panel_stride, p.scales += R * scales)
+        int_tile<D, source, codes, G, R, T>(a, p, x, panel, token);
     if constexpr (R > 1)
-        for (; count; step(1))
-            int_tile<D, source, G, 1, T>(a, p, x, panel, token);
+        for (; count; count--, panel++, p.data += p.panel_stride, p.scales += scales)
+            int_tile<D, source, codes, G, 1, T>(a, p, x, panel, token);
 }
 
-template <class D, Source source, int G, int T = D::kTokens>
+template <class D, Source source, Codes codes, int G, int T = D::kTokens>
 static void int_tokens(const LinearArgs& a, const Panels& p, const Tokens& x, int64_t panel, int64_t count, int64_t token, int64_t tokens) {
     if (tokens == T)
-        return int_panels<D, source, G, T>(a, p, x, panel, count, token);
+        return int_panels<D, source, codes, G, T>(a, p, x, panel, count, token);
     if constexpr (T > 1)
-        int_tokens<D, source, G, T - 1>(a, p, x, panel, count, token, tokens);
+        int_tokens<D, source, codes, G, T - 1>(a, p, x, panel, count, token, tokens);
+}
+
+// Calls f.template operator()<Codes, G, book>() for the form of w: every form has one size of group.
+template <class F> QUAFF_INLINE void with_form(const Weight& w, F&& f) {
+    switch (w.codes) {
+    case Codes::kByte:
+        return f.template operator()<Codes::kByte, 32, false>();
+    case Codes::kNibble:
+        return w.codebook ? f.template operator()<Codes::kNibble, 32, true>() : f.template operator()<Codes::kNibble, 32, false>();
+    case Codes::kNibbleBit:
+        return f.template operator()<Codes::kNibbleBit, 32, false>();
+    case Codes::kNibblePair:
+        return f.template operator()<Codes::kNibblePair, 16, false>();
+    case Codes::kPair:
+        return f.template operator()<Codes::kPair, 16, false>();
+    case Codes::kPairBit:
+        return f.template operator()<Codes::kPairBit, 16, false>();
+    default: // float weights
+        return;
+    }
 }
 
 template <int G> QUAFF_INLINE void fill_cell(Cell& cell, const int32_t* sums, const float* scales, int32_t offset, int64_t count) {
@@ -189,7 +300,8 @@ template <int G> QUAFF_INLINE void fill_cell(Cell& cell, const int32_t* sums, co
 }
 
 // Cells of `tokens` rows from `token` on. Full cells have a loop count that the compiler knows.
-template <int G> static void prepare_tokens(const LinearArgs& a, int32_t offset, int64_t token, int64_t tokens, Tokens& x) {
+template <int G>
+[[gnu::noinline]] static void prepare_tokens(const LinearArgs& a, int32_t offset, int64_t token, int64_t tokens, Tokens& x) {
     const QuantRows& rows = *a.x;
     for (int64_t t = 0; t < tokens; t++) {
         const int32_t* sums = (G == 32 ? rows.sum32 : rows.sum16) + (token + t) * rows.s_stride * (32 / G);
@@ -203,54 +315,78 @@ template <int G> static void prepare_tokens(const LinearArgs& a, int32_t offset,
     x.q = rows.q + token * rows.q_stride, x.q_stride = rows.q_stride;
 }
 
-// One panel's nibbles as bytes; through a codebook they become wide codes.
-template <class D> static void unpack_nibbles(const Weight& w, const uint8_t* from, uint8_t* to) {
+// Calls f(chunk, first weight group, groups) for every chunk of a panel.
+template <class F> QUAFF_INLINE void each_chunk(const Weight& w, const uint8_t* panel, F&& f) {
+    const int64_t stride = chunk_bytes(w, kChunk);
+    for (int64_t g = 0; g < w.groups; g += kChunk, panel += stride)
+        f(panel, g, w.groups - g < kChunk ? w.groups - g : kChunk);
+}
+
+// One panel for many tokens: scales and minimums as f32, codes as bytes, 512 per group of 32 (byte codes stay where they are).
+template <class D, Codes codes, bool book>
+[[gnu::noinline]] static void prepare_panel(const Weight& w, const uint8_t* panel, float* scales, uint8_t* to) {
     typename D::Table table{};
-    if (w.codebook)
+    if constexpr (book)
         table = D::table(w.codebook);
-    for (int64_t b = 0; b < w.cols / 32; b++, from += 256, to += 512)
-        for (int i = 0; i < 4; i++) {
-            const typename D::Bytes codes = D::load(from + 64 * i), low = D::low(codes), high = D::high(codes);
-            D::store(to + 64 * i, w.codebook ? D::lookup(table, low) : low);
-            D::store(to + 64 * (i + 4), w.codebook ? D::lookup(table, high) : high);
+    each_chunk(w, panel, [&](const uint8_t* chunk, int64_t g, int64_t groups) {
+        float* scale = scales + g * kLanes;
+        expand_scales<typename D::V>(w, chunk, groups, scale, scale + w.groups * kLanes);
+        if constexpr (codes != Codes::kByte) {
+            const uint8_t* from = chunk + chunk_codes_at(w, groups);
+            for (int64_t b = 0; b < groups * w.group / 32; b++, from += code_group_bytes(codes), to += 512)
+#pragma GCC unroll 8
+                for (int k4 = 0; k4 < 8; k4++)
+                    D::store(to + 64 * k4, load_values<D, codes, book>(table, from, k4));
         }
+    });
+}
+
+// Few tokens: straight from the packed panels, cells made once.
+template <class D> static void few_tokens(const LinearArgs& a, Tokens& x, int64_t panel0, int64_t panel1) {
+    const Weight& w = *a.w;
+    with_form(w, [&]<Codes codes, int G, bool book>() {
+        prepare_tokens<G>(a, operand_bits(codes, book) == 8 ? D::kWideOffset : w.offset, 0, a.rows, x);
+        const Panels p{w.data + panel0 * w.panel_bytes, w.panel_bytes, chunk_bytes(w, kChunk), nullptr};
+        int_tokens<D, book ? Source::kBook : Source::kPacked, codes, G>(a, p, x, panel0, panel1 - panel0, 0, a.rows);
+    });
+}
+
+// Many tokens: a few panels are prepared in scratch and stay in L2 while all tokens pass.
+template <class D> static void many_tokens(const LinearArgs& a, Tokens& x, int64_t panel0, int64_t panel1, uint8_t* scratch) {
+    const Weight& w = *a.w;
+    auto* scales = reinterpret_cast<float*>(scratch);
+    const int64_t panel_scales = scale_bytes(w) / int64_t(sizeof(float));
+    uint8_t* codes_at = scratch + kMaxPanels * scale_bytes(w);
+    with_form(w, [&]<Codes codes, int G, bool book>() {
+        constexpr Codes form =
+            D::template kSteps<operand_bits(codes, book)> == 8 ? Codes::kNibble : codes; // tiles that differ in nothing are one
+        constexpr Codes read = operand_bits(codes, book) == 8 ? Codes::kByte : form;
+        const int32_t offset = operand_bits(codes, book) == 8 ? D::kWideOffset : w.offset;
+        for (int64_t panel = panel0; panel < panel1; panel += kMaxPanels) {
+            const int64_t count = panel1 - panel < kMaxPanels ? panel1 - panel : kMaxPanels;
+            const uint8_t* from = w.data + panel * w.panel_bytes;
+            Panels p{from, w.panel_bytes, chunk_bytes(w, kChunk), scales};
+            if constexpr (codes != Codes::kByte)
+                p = {codes_at, code_bytes(w), kChunk * w.group / 32 * 512, scales};
+            for (int64_t i = 0; i < count; i++)
+                prepare_panel<D, codes, book>(w, from + i * w.panel_bytes, scales + i * panel_scales, codes_at + i * code_bytes(w));
+            for (int64_t token = 0; token < a.rows; token += D::kTokens) {
+                const int64_t tokens = a.rows - token < D::kTokens ? a.rows - token : D::kTokens;
+                prepare_tokens<G>(a, offset, token, tokens, x);
+                int_tokens<D, Source::kPrepared, read, G>(a, p, x, panel, count, token, tokens);
+            }
+        }
+    });
 }
 
 template <class D> static void linear_int(const LinearArgs* args, int64_t panel0, int64_t panel1, uint8_t* scratch) {
     const LinearArgs& a = *args;
-    const Weight& w = *a.w;
     Tokens x{};
-    x.cells = reinterpret_cast<Cell*>(scratch), x.groups = w.groups;
-    uint8_t* bytes = scratch + cell_bytes(w);
-
-    // One tile of tokens reads the compact form; more tokens share panels that are unpacked once.
-    const bool unpack = w.codes == Codes::kNibble && a.rows > D::kTokens, wide = w.codes == Codes::kByte || w.codebook;
-    const int32_t offset = wide ? D::kWideOffset : w.offset;
-    auto tile = wide ? int_tokens<D, Source::kWide, 32> : int_tokens<D, Source::kNarrow, 32>;
-    if (w.group == 16)
-        tile = int_tokens<D, Source::kWide, 16>;
-    if (w.codes == Codes::kNibble && !unpack)
-        tile = w.codebook ? int_tokens<D, Source::kBook, 32> : int_tokens<D, Source::kNibble, 32>;
-
-    const int64_t panel_scales = w.groups * kLanes * (w.scales == Scales::kF16 ? 2 : 4), panel_bytes = w.cols * kLanes;
-    for (int64_t panel = panel0; panel < panel1; panel += kMaxPanels) {
-        const int64_t count = panel1 - panel < kMaxPanels ? panel1 - panel : kMaxPanels;
-        Panels p{w.data + panel * w.panel_bytes, w.panel_bytes, static_cast<const uint8_t*>(w.scale) + panel * panel_scales, nullptr,
-                 w.scales == Scales::kF16,       w.codebook};
-        if (w.has_min)
-            p.min = static_cast<const uint8_t*>(w.min) + panel * panel_scales;
-        if (unpack) {
-            for (int64_t i = 0; i < count; i++)
-                unpack_nibbles<D>(w, p.codes + i * w.panel_bytes, bytes + i * panel_bytes);
-            p.codes = bytes, p.code_stride = panel_bytes;
-        }
-        for (int64_t token = 0; token < a.rows; token += D::kTokens) {
-            const int64_t tokens = a.rows - token < D::kTokens ? a.rows - token : D::kTokens;
-            if (a.rows > D::kTokens || panel == panel0)
-                w.group == 32 ? prepare_tokens<32>(a, offset, token, tokens, x) : prepare_tokens<16>(a, offset, token, tokens, x);
-            tile(a, p, x, panel, count, token, tokens);
-        }
-    }
+    x.cells = reinterpret_cast<Cell*>(scratch), x.groups = a.w->groups;
+    if (a.rows <= D::kTokens)
+        few_tokens<D>(a, x, panel0, panel1);
+    else
+        many_tokens<D>(a, x, panel0, panel1, scratch + cell_bytes(*a.w));
 }
 
 // R panels x T tokens of float weights: a chain from +0 per block of 128 k, block sums added in order to a total that starts at +0.
@@ -325,33 +461,36 @@ static void float_tokens(const LinearArgs& a, const uint8_t* data, int64_t panel
 }
 
 // One panel of integer weights as f32 [k][row]: scale*code, plus the minimum.
-template <class V> static void dequantize_panel(const Weight& w, int64_t panel, float* to) {
-    const int64_t panel_scales = w.groups * kLanes * (w.scales == Scales::kF16 ? 2 : 4);
-    const bool half = w.scales == Scales::kF16;
-    const uint8_t* codes = w.data + panel * w.panel_bytes;
-    const uint8_t *scales = static_cast<const uint8_t*>(w.scale) + panel * panel_scales, *mins = static_cast<const uint8_t*>(w.min);
-    if (mins)
-        mins += panel * panel_scales;
-    for (int64_t k = 0; k < w.cols; k++, to += kLanes) {
-        const int64_t b = k / 32, in = k % 32, g = k / w.group * kLanes;
-        float code[kLanes];
-        for (int row = 0; row < kLanes; row++) {
-            if (w.codes == Codes::kByte) {
-                code[row] = float(codes[b * 512 + in / 4 * 64 + row * 4 + in % 4] - w.offset);
-            } else {
-                const int stored = codes[b * 256 + in % 16 / 4 * 64 + row * 4 + in % 4] >> in / 16 * 4 & 15;
-                code[row] = float(w.codebook ? w.codebook[stored] : stored - w.offset);
+template <class D> static void dequantize_panel(const Weight& w, const uint8_t* panel, float* to) {
+    using V = typename D::V;
+    with_form(w, [&]<Codes codes, int G, bool book>() {
+        typename D::Table table{};
+        if constexpr (book)
+            table = D::table(w.codebook);
+        const typename V::I offset = V::iset(book ? 128 : w.offset);
+        alignas(64) float scales[2][kChunk * kLanes];
+        each_chunk(w, panel, [&](const uint8_t* chunk, int64_t, int64_t groups) {
+            expand_scales<V>(w, chunk, groups, scales[0], scales[1]);
+            const uint8_t* from = chunk + chunk_codes_at(w, groups);
+            for (int64_t k = 0; k < groups * G; k += 4, to += 4 * kLanes) {
+                alignas(64) int32_t words[kLanes]; // four k of a row each, the first one lowest
+                D::store(reinterpret_cast<uint8_t*>(words),
+                         load_values<D, codes, book>(table, from + k / 32 * code_group_bytes(codes), int(k % 32 / 4)));
+                typename V::I word = V::iload(words);
+                const typename V::F scale = V::load(scales[0] + k / G * kLanes);
+                for (int j = 0; j < 4; j++, word = V::template shru<8>(word)) {
+                    const typename V::F value = V::to_float(V::isub(V::iand(word, V::iset(255)), offset));
+                    V::store(to + j * kLanes, w.has_min ? V::fma(scale, value, V::load(scales[1] + k / G * kLanes)) : V::mul(scale, value));
+                }
             }
-        }
-        const typename V::F scale = load_scale<V>(scales, g, half), value = V::load(code);
-        V::store(to, mins ? V::fma(scale, value, load_scale<V>(mins, g, half)) : V::mul(scale, value));
-    }
+        });
+    });
 }
 
 template <class D> static void linear_float(const LinearArgs* args, int64_t panel0, int64_t panel1, uint8_t* scratch) {
     const LinearArgs& a = *args;
     const Weight& w = *a.w;
-    const bool integer = w.codes <= Codes::kByte;
+    const bool integer = is_integer(w.codes);
     const int64_t panel_bytes = integer ? w.cols * kLanes * 4 : w.panel_bytes;
     auto tile = w.codes == Codes::kF16    ? float_tokens<D, Codes::kF16>
                 : w.codes == Codes::kBF16 ? float_tokens<D, Codes::kBF16>
@@ -361,7 +500,7 @@ template <class D> static void linear_float(const LinearArgs* args, int64_t pane
         const uint8_t* data = w.data + panel * w.panel_bytes;
         if (integer) {
             for (int64_t i = 0; i < count; i++)
-                dequantize_panel<typename D::V>(w, panel + i, reinterpret_cast<float*>(scratch + i * panel_bytes));
+                dequantize_panel<D>(w, data + i * w.panel_bytes, reinterpret_cast<float*>(scratch + i * panel_bytes));
             data = scratch;
         }
         for (int64_t token = 0; token < a.rows; token += D::kFloatTokens) {

@@ -5,11 +5,10 @@
 namespace quaff {
 
 size_t linear_scratch_bytes(const Weight& w) {
-    if (w.codes > Codes::kByte)
+    if (!is_integer(w.codes))
         return 64;
-    const int64_t unpacked = linear::kMaxPanels * w.cols * kLanes;
+    const int64_t integer = linear::cell_bytes(w) + linear::kMaxPanels * (linear::code_bytes(w) + linear::scale_bytes(w));
     const int64_t dequantised = linear::kMaxFloatPanels * w.cols * kLanes * 4;
-    const int64_t integer = linear::cell_bytes(w) + (w.codes == Codes::kNibble ? unpacked : 0);
     return size_t(integer > dequantised ? integer : dequantised);
 }
 

@@ -34,21 +34,21 @@ template <class V> static int64_t spin_fma(int64_t iterations) {
 
 // Bytes of codes times activations, 16 rows x 4 k an instruction, in the shape of the linear tile: kTokens broadcasts, each used by all panels.
 template <class D> static int64_t spin_int8(int64_t iterations) {
-    constexpr int T = D::kTokens, R = D::panels(T);
+    constexpr int T = D::kTokens, R = D::kPanels;
     alignas(64) uint8_t codes[64] = {};
     alignas(64) int8_t q[4 * T] = {};
     touch(codes);
-    typename D::template Operand<false> w[R];
-    typename D::template Part<false> part[R][T];
+    typename D::template Operand<4> w[R];
+    typename D::template Part<4> part[R][T];
 #pragma GCC unroll 8
     for (int r = 0; r < R; ++r) {
         touch(codes);
-        w[r] = D::template operand<false>(D::load(codes));
+        w[r] = D::template operand<4>(D::load(codes));
 #pragma GCC unroll 8
         for (int t = 0; t < T; ++t) {
             int32_t start = 0;
             touch(&start);
-            part[r][t] = D::template begin<false>(start);
+            part[r][t] = D::template begin<4>(start);
         }
     }
     for (int64_t n = 0; n < iterations; ++n) {
@@ -57,14 +57,14 @@ template <class D> static int64_t spin_int8(int64_t iterations) {
         for (int t = 0; t < T; ++t)
 #pragma GCC unroll 8
             for (int r = 0; r < R; ++r)
-                D::template dot<false>(part[r][t], w[r], q + 4 * t);
+                D::template dot<4>(part[r][t], w[r], q + 4 * t);
     }
     auto sum = D::V::iset(0);
 #pragma GCC unroll 8
     for (int r = 0; r < R; ++r)
 #pragma GCC unroll 8
         for (int t = 0; t < T; ++t)
-            sum = D::V::iadd(sum, D::template finish<false>(part[r][t], 0));
+            sum = D::V::iadd(sum, D::template finish<4>(part[r][t], 0));
     alignas(64) int32_t sink[kLanes];
     D::V::istore(sink, sum);
     touch(sink);

@@ -6,31 +6,105 @@
 
 namespace quaff {
 
-// How the codes of a packed weight lie in memory. A panel is 16 output rows; within a panel groups of 32 k ascend.
+// How the codes of a packed weight lie in memory: bit planes. A panel is 16 output rows; within it groups of 32 k ascend, a group is its low
+// plane, then its high plane. A plane of b bits is b lines of 64 bytes [row][j in 0..3]; bits b*f.. of a byte in line i belong to
+// k = 4*(i + b*f) + j, so one load and one shift give four k of every row.
 enum class Codes : int32_t {
-    kNibble = 0, // 256 bytes per group: byte [k4 in 0..3][row][j in 0..3] holds k = 4*k4+j in its low and k = 16+4*k4+j in its high nibble
-    kByte = 1,   // 512 bytes per group: byte [k4 in 0..7][row][j in 0..3], code + 128
-    kF16 = 2,    // float weights: [k][row] f16
-    kBF16 = 3,   // float weights: [k][row] bf16
-    kF32 = 4,    // float weights: [k][row] f32
+    kByte = 0,       // 8 bits: code + 128
+    kNibble = 1,     // 4 bits
+    kNibbleBit = 2,  // 4 + 1 bits
+    kNibblePair = 3, // 4 + 2 bits
+    kPair = 4,       // 2 bits
+    kPairBit = 5,    // 2 + 1 bits
+    kF16 = 6,        // float weights: [k][row] f16
+    kBF16 = 7,       // float weights: [k][row] bf16
+    kF32 = 8,        // float weights: [k][row] f32
 };
-// How the scale (and min) of every (weight group, row) is kept. Order: [panel][weight group][row].
-enum class Scales : int32_t { kNone = 0, kF16 = 1, kF32 = 2 };
+struct Planes {
+    int low, high; // bits
+};
+[[gnu::always_inline]] constexpr inline Planes planes(Codes codes) {
+    constexpr Planes bits[] = {{8, 0}, {4, 0}, {4, 1}, {4, 2}, {2, 0}, {2, 1}};
+    return bits[static_cast<int>(codes)];
+}
+[[gnu::always_inline]] constexpr inline bool is_integer(Codes codes) { return codes < Codes::kF16; }
+[[gnu::always_inline]] constexpr inline int64_t code_group_bytes(Codes codes) {
+    return 64 * (planes(codes).low + planes(codes).high);
+} // 16 rows x 32 k
+
+// How scales and minimums are kept: a sequence of these blocks. f16 as bits; a weight is scale*code (+ min).
+enum class Scales : int32_t { kNone, kHalf, kHalfMin, kSuper, kSuperMin, kSuperPair, kExponent };
+struct HalfScales { // one group
+    uint16_t scale[16];
+};
+struct HalfMinScales { // one group
+    uint16_t scale[16], min[16];
+};
+template <int groups> struct SuperScales { // 256 k: scale = f32(d) * f32(scale)
+    uint16_t d[16];
+    int8_t scale[groups][16];
+};
+struct SuperMinScales { // 256 k in groups of 32: min = -(f32(dmin) * f32(min))
+    uint16_t d[16], dmin[16];
+    int8_t scale[8][16], min[8][16];
+};
+struct SuperPairScales { // 256 k in groups of 16: the same, scale in the low and min in the high nibble
+    uint16_t d[16], dmin[16];
+    uint8_t both[16][16];
+};
+struct ExponentScales { // one group: scale = 2^(e - 128)
+    uint8_t e[16];
+};
+static_assert(sizeof(HalfScales) == 32 && sizeof(HalfMinScales) == 64 && sizeof(ExponentScales) == 16);
+static_assert(sizeof(SuperScales<8>) == 160 && sizeof(SuperScales<16>) == 288);
+static_assert(sizeof(SuperMinScales) == 320 && sizeof(SuperPairScales) == 320);
+
+struct ScaleBlock {
+    int64_t k, bytes;
+};
+[[gnu::always_inline]] constexpr inline ScaleBlock scale_block(Scales scales, int64_t group) {
+    switch (scales) {
+    case Scales::kHalf:
+        return {group, sizeof(HalfScales)};
+    case Scales::kHalfMin:
+        return {group, sizeof(HalfMinScales)};
+    case Scales::kSuper:
+        return {256, 32 + 16 * (256 / group)};
+    case Scales::kSuperMin:
+        return {256, sizeof(SuperMinScales)};
+    case Scales::kSuperPair:
+        return {256, sizeof(SuperPairScales)};
+    case Scales::kExponent:
+        return {group, sizeof(ExponentScales)};
+    case Scales::kNone:
+        break;
+    }
+    return {1, 0};
+}
 
 struct Weight {
     Codes codes;
     Scales scales;
     bool has_min;
     int32_t group;          // weights that share one scale: 16 or 32 (integer codes only)
-    int32_t offset;         // stored code minus true code: 128 for kByte, 0..8 for kNibble. Unused with a codebook
-    const int8_t* codebook; // 16 signed values that the nibbles stand for, or null
+    int32_t offset;         // stored code minus true code: 128 for kByte. Unused with a codebook
+    const int8_t* codebook; // 16 signed values that nibbles stand for, or null
     int64_t rows, cols;  // true shape; panels = ceil(rows/16), cols is a multiple of 32 for integer codes. Pad rows are zero with scale 0
     const uint8_t* data; // panels, 64-byte aligned
-    const void* scale;   // f16 or f32
-    const void* min;     // the same type as scale, value added: w = scale*code + min
-    int64_t panel_bytes; // bytes of one panel's codes
+    int64_t panel_bytes; // from panel to panel; a multiple of 64 for integer codes
     int64_t groups;      // cols / group
 };
+
+// Integer panels are chunks of 16 weight groups (the last one may be shorter): scale blocks, then codes, 32-byte aligned. One chunk after the
+// other is one stream of addresses, which is what the processor's prefetcher follows.
+inline constexpr int64_t kChunk = 16;
+[[gnu::always_inline]] constexpr inline int64_t chunk_codes_at(const Weight& w, int64_t groups) {
+    const ScaleBlock form = scale_block(w.scales, w.group);
+    return (groups * w.group / form.k * form.bytes + 31) / 32 * 32;
+}
+[[gnu::always_inline]] constexpr inline int64_t chunk_bytes(const Weight& w, int64_t groups) {
+    return chunk_codes_at(w, groups) + groups * w.group / 32 * code_group_bytes(w.codes);
+}
 
 // Quantised activations of `rows` rows: int8 codes, one f32 scale per 32, code sums per 16 and per 32.
 struct QuantRows {
@@ -111,7 +185,7 @@ struct KernelTable {
     void (*read)(const uint8_t* p, int64_t bytes); // load a multiple of 512 bytes, 64-byte aligned, and use them for nothing
 };
 
-inline int64_t panel_count(const Weight& w) { return (w.rows + 15) / 16; }
+[[gnu::always_inline]] inline int64_t panel_count(const Weight& w) { return (w.rows + 15) / 16; }
 size_t linear_scratch_bytes(const Weight& w);        // kernels/scratch.cpp
 size_t attend_scratch_floats(int32_t dim, int tile); // kernels/scratch.cpp
 

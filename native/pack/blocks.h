@@ -3,7 +3,6 @@
 #include <bit>
 #include <cstdint>
 #include <cstring>
-#include <limits>
 
 namespace quaff::blocks {
 
@@ -16,18 +15,11 @@ inline float f32_of_f16(uint16_t h) {
     return std::bit_cast<float>(sign | std::bit_cast<uint32_t>(float(fraction) * 0x1p-24f));
 }
 
-// The f16 equal to x. Only for finite x that came from an f16: nothing is rounded.
-inline uint16_t f16_of_f32_exact(float x) {
-    const uint32_t bits = std::bit_cast<uint32_t>(x), sign = bits >> 16 & 0x8000, exponent = bits >> 23 & 255;
-    if (exponent >= 113)
-        return uint16_t(sign | (exponent - 112) << 10 | (bits >> 13 & 0x3ff));
-    return uint16_t(sign | uint32_t(std::bit_cast<float>(bits & 0x7fffffff) * 0x1p24f));
-}
-
-// Codes and scales of one block, k ascending: nibbles 0..15 for types kept as kNibble, true code + 128 for the others.
+// One block taken apart, k ascending: codes as they are stored (true code + offset), scales as they lie in the file.
 struct Unpacked {
     uint8_t code[256];
-    float scale[16], min[16];
+    uint16_t d, dmin;           // f16; dmin is the minimum itself where scales have one level
+    uint8_t scale[16], min[16]; // of two-level scales (signed ones as int8); scale[0] of MXFP4 is the exponent
 };
 
 inline int nibble(const uint8_t* q, int at, int high) { return q[at] >> 4 * high & 15; }
@@ -90,32 +82,32 @@ inline void nibbles32(const uint8_t* qs, uint8_t* code) {
 }
 
 inline void unpack(const Q4_0& b, Unpacked& u) {
-    u.scale[0] = f32_of_f16(b.d);
+    u.d = b.d;
     nibbles32(b.qs, u.code);
 }
 
 inline void unpack(const Q4_1& b, Unpacked& u) {
-    u.scale[0] = f32_of_f16(b.d), u.min[0] = f32_of_f16(b.m);
+    u.d = b.d, u.dmin = b.m;
     nibbles32(b.qs, u.code);
 }
 
-inline void fives32(const uint8_t* qs, const uint8_t* qh, int offset, uint8_t* code) {
+inline void fives32(const uint8_t* qs, const uint8_t* qh, uint8_t* code) {
     for (int k = 0; k < 32; k++)
-        code[k] = uint8_t((nibble(qs, k % 16, k / 16) | (qh[k / 8] >> k % 8 & 1) << 4) + offset);
+        code[k] = uint8_t(nibble(qs, k % 16, k / 16) | (qh[k / 8] >> k % 8 & 1) << 4);
 }
 
 inline void unpack(const Q5_0& b, Unpacked& u) {
-    u.scale[0] = f32_of_f16(b.d);
-    fives32(b.qs, b.qh, 128 - 16, u.code);
+    u.d = b.d;
+    fives32(b.qs, b.qh, u.code);
 }
 
 inline void unpack(const Q5_1& b, Unpacked& u) {
-    u.scale[0] = f32_of_f16(b.d), u.min[0] = f32_of_f16(b.m);
-    fives32(b.qs, b.qh, 128, u.code);
+    u.d = b.d, u.dmin = b.m;
+    fives32(b.qs, b.qh, u.code);
 }
 
 inline void unpack(const Q8_0& b, Unpacked& u) {
-    u.scale[0] = f32_of_f16(b.d);
+    u.d = b.d;
     for (int k = 0; k < 32; k++)
         u.code[k] = uint8_t(b.qs[k] + 128);
 }
@@ -123,31 +115,30 @@ inline void unpack(const Q8_0& b, Unpacked& u) {
 inline int pair_of_bits(const uint8_t* qs, int k) { return qs[k / 128 * 32 + k % 32] >> k % 128 / 32 * 2 & 3; } // Q2_K, Q3_K low, Q6_K high
 
 inline void unpack(const Q2_K& b, Unpacked& u) {
-    const float d = f32_of_f16(b.d), dmin = f32_of_f16(b.dmin);
+    u.d = b.d, u.dmin = b.dmin;
     for (int g = 0; g < 16; g++)
-        u.scale[g] = d * float(b.scales[g] & 15), u.min[g] = -(dmin * float(b.scales[g] >> 4));
+        u.scale[g] = b.scales[g] & 15, u.min[g] = b.scales[g] >> 4;
     for (int k = 0; k < 256; k++)
-        u.code[k] = uint8_t(pair_of_bits(b.qs, k) + 128);
+        u.code[k] = uint8_t(pair_of_bits(b.qs, k));
 }
 
 inline void unpack(const Q3_K& b, Unpacked& u) {
-    const float d = f32_of_f16(b.d);
+    u.d = b.d;
     for (int g = 0; g < 16; g++) {
         const int six = nibble(b.scales, g % 8, g / 8) | (b.scales[8 + g % 4] >> g / 4 * 2 & 3) << 4;
-        u.scale[g] = d * float(six - 32);
+        u.scale[g] = uint8_t(six - 32);
     }
     // A set bit of hmask means that nothing is subtracted.
     for (int k = 0; k < 256; k++)
-        u.code[k] = uint8_t(pair_of_bits(b.qs, k) + (b.hmask[k % 32] >> k / 32 & 1) * 4 - 4 + 128);
+        u.code[k] = uint8_t(pair_of_bits(b.qs, k) + (b.hmask[k % 32] >> k / 32 & 1) * 4);
 }
 
 // Eight 6-bit scales and minima in 12 bytes, shared by Q4_K and Q5_K.
-inline void k_scales(uint16_t d16, uint16_t dmin16, const uint8_t* s, Unpacked& u) {
-    const float d = f32_of_f16(d16), dmin = f32_of_f16(dmin16);
+inline void k_scales(uint16_t d, uint16_t dmin, const uint8_t* s, Unpacked& u) {
+    u.d = d, u.dmin = dmin;
     for (int g = 0; g < 8; g++) {
-        const int sc = g < 4 ? s[g] & 63 : (s[g + 4] & 15) | (s[g - 4] >> 6) << 4;
-        const int mn = g < 4 ? s[g + 4] & 63 : s[g + 4] >> 4 | (s[g] >> 6) << 4;
-        u.scale[g] = d * float(sc), u.min[g] = -(dmin * float(mn));
+        u.scale[g] = uint8_t(g < 4 ? s[g] & 63 : (s[g + 4] & 15) | (s[g - 4] >> 6) << 4);
+        u.min[g] = uint8_t(g < 4 ? s[g + 4] & 63 : s[g + 4] >> 4 | (s[g] >> 6) << 4);
     }
 }
 
@@ -160,31 +151,32 @@ inline void unpack(const Q4_K& b, Unpacked& u) {
 inline void unpack(const Q5_K& b, Unpacked& u) {
     k_scales(b.d, b.dmin, b.scales, u);
     for (int k = 0; k < 256; k++)
-        u.code[k] = uint8_t((nibble(b.qs, k / 64 * 32 + k % 32, k / 32 % 2) | (b.qh[k % 32] >> k / 32 & 1) << 4) + 128);
+        u.code[k] = uint8_t(nibble(b.qs, k / 64 * 32 + k % 32, k / 32 % 2) | (b.qh[k % 32] >> k / 32 & 1) << 4);
 }
 
 inline void unpack(const Q6_K& b, Unpacked& u) {
-    const float d = f32_of_f16(b.d);
-    for (int g = 0; g < 16; g++)
-        u.scale[g] = d * float(b.scales[g]);
+    u.d = b.d;
+    std::memcpy(u.scale, b.scales, 16);
     for (int k = 0; k < 256; k++)
-        u.code[k] = uint8_t((nibble(b.ql, k / 128 * 64 + k % 64, k / 64 % 2) | pair_of_bits(b.qh, k) << 4) - 32 + 128);
+        u.code[k] = uint8_t(nibble(b.ql, k / 128 * 64 + k % 64, k / 64 % 2) | pair_of_bits(b.qh, k) << 4);
 }
 
 inline void unpack(const IQ4_XS& b, Unpacked& u) {
-    const float d = f32_of_f16(b.d);
+    u.d = b.d;
     for (int g = 0; g < 8; g++) {
-        u.scale[g] = d * float((nibble(b.scales_l, g / 2, g % 2) | (b.scales_h >> 2 * g & 3) << 4) - 32);
+        u.scale[g] = uint8_t((nibble(b.scales_l, g / 2, g % 2) | (b.scales_h >> 2 * g & 3) << 4) - 32);
         nibbles32(b.qs + 16 * g, u.code + 32 * g);
     }
 }
 
 inline void unpack(const MXFP4& b, Unpacked& u) {
-    // 2^(e-128), denormal below e = 2. Codes reach 12, so e >= 252 would leave room for no activation scale: refused like a non-finite scale.
-    const uint32_t bits = b.e < 2 ? 0x00200000u << b.e : uint32_t(b.e - 1) << 23;
-    u.scale[0] = b.e >= 252 ? std::numeric_limits<float>::infinity() : std::bit_cast<float>(bits);
+    u.scale[0] = b.e;
     nibbles32(b.qs, u.code);
 }
+
+// 2^(e-128), denormal below e = 2. Codes reach 12, so e >= kExponentEnd would leave room for no activation scale: refused on load.
+inline constexpr int kExponentEnd = 252;
+inline float f32_of_exponent(uint8_t e) { return std::bit_cast<float>(uint32_t(e + 2) << 23) * 0x1p-3f; }
 
 inline constexpr int8_t kIQ4[16] = {-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113};
 inline constexpr int8_t kFP4[16] = {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12}; // twice the e2m1 values

@@ -1,11 +1,11 @@
 #include "pack.h"
 #include "../numerics.h"
 #include "blocks.h"
+#include "memory.h"
 
 #include <algorithm>
 #include <atomic>
 #include <cmath>
-#include <new>
 #include <stdexcept>
 #include <system_error>
 #include <thread>
@@ -22,45 +22,34 @@ struct Type {
     int32_t block, bytes;
     Codes codes;
     Scales scales;
-    bool has_min;
     int32_t group, offset;
     const int8_t* codebook;
     void (*unpack)(const uint8_t*, Unpacked&);
 };
 
 template <class Block>
-constexpr Type quantised(int32_t id, const char* name, int32_t block, Codes codes, Scales scales, bool has_min, int32_t group,
-                         int32_t offset = 0, const int8_t* codebook = nullptr) {
-    return {id,
-            name,
-            block,
-            int32_t(sizeof(Block)),
-            codes,
-            scales,
-            has_min,
-            group,
-            codes == Codes::kByte ? 128 : offset,
-            codebook,
-            blocks::unpack_block<Block>};
+constexpr Type quantised(int32_t id, const char* name, int32_t block, Codes codes, Scales scales, int32_t group, int32_t offset = 0,
+                         const int8_t* codebook = nullptr) {
+    return {id, name, block, int32_t(sizeof(Block)), codes, scales, group, offset, codebook, blocks::unpack_block<Block>};
 }
 
 constexpr Type kTypes[] = {
-    {0, "F32", 1, 4, Codes::kF32, Scales::kNone, false, 0, 0, nullptr, nullptr},
-    {1, "F16", 1, 2, Codes::kF16, Scales::kNone, false, 0, 0, nullptr, nullptr},
-    {30, "BF16", 1, 2, Codes::kBF16, Scales::kNone, false, 0, 0, nullptr, nullptr},
-    quantised<blocks::Q4_0>(2, "Q4_0", 32, Codes::kNibble, Scales::kF16, false, 32, 8),
-    quantised<blocks::Q4_1>(3, "Q4_1", 32, Codes::kNibble, Scales::kF16, true, 32),
-    quantised<blocks::Q5_0>(6, "Q5_0", 32, Codes::kByte, Scales::kF16, false, 32),
-    quantised<blocks::Q5_1>(7, "Q5_1", 32, Codes::kByte, Scales::kF16, true, 32),
-    quantised<blocks::Q8_0>(8, "Q8_0", 32, Codes::kByte, Scales::kF16, false, 32),
-    quantised<blocks::Q2_K>(10, "Q2_K", 256, Codes::kByte, Scales::kF32, true, 16),
-    quantised<blocks::Q3_K>(11, "Q3_K", 256, Codes::kByte, Scales::kF32, false, 16),
-    quantised<blocks::Q4_K>(12, "Q4_K", 256, Codes::kNibble, Scales::kF32, true, 32),
-    quantised<blocks::Q5_K>(13, "Q5_K", 256, Codes::kByte, Scales::kF32, true, 32),
-    quantised<blocks::Q6_K>(14, "Q6_K", 256, Codes::kByte, Scales::kF32, false, 16),
-    quantised<blocks::Q4_0>(20, "IQ4_NL", 32, Codes::kNibble, Scales::kF16, false, 32, 0, blocks::kIQ4), // laid out as Q4_0
-    quantised<blocks::IQ4_XS>(23, "IQ4_XS", 256, Codes::kNibble, Scales::kF32, false, 32, 0, blocks::kIQ4),
-    quantised<blocks::MXFP4>(39, "MXFP4", 32, Codes::kNibble, Scales::kF32, false, 32, 0, blocks::kFP4),
+    {0, "F32", 1, 4, Codes::kF32, Scales::kNone, 0, 0, nullptr, nullptr},
+    {1, "F16", 1, 2, Codes::kF16, Scales::kNone, 0, 0, nullptr, nullptr},
+    {30, "BF16", 1, 2, Codes::kBF16, Scales::kNone, 0, 0, nullptr, nullptr},
+    quantised<blocks::Q4_0>(2, "Q4_0", 32, Codes::kNibble, Scales::kHalf, 32, 8),
+    quantised<blocks::Q4_1>(3, "Q4_1", 32, Codes::kNibble, Scales::kHalfMin, 32),
+    quantised<blocks::Q5_0>(6, "Q5_0", 32, Codes::kNibbleBit, Scales::kHalf, 32, 16),
+    quantised<blocks::Q5_1>(7, "Q5_1", 32, Codes::kNibbleBit, Scales::kHalfMin, 32),
+    quantised<blocks::Q8_0>(8, "Q8_0", 32, Codes::kByte, Scales::kHalf, 32, 128),
+    quantised<blocks::Q2_K>(10, "Q2_K", 256, Codes::kPair, Scales::kSuperPair, 16),
+    quantised<blocks::Q3_K>(11, "Q3_K", 256, Codes::kPairBit, Scales::kSuper, 16, 4),
+    quantised<blocks::Q4_K>(12, "Q4_K", 256, Codes::kNibble, Scales::kSuperMin, 32),
+    quantised<blocks::Q5_K>(13, "Q5_K", 256, Codes::kNibbleBit, Scales::kSuperMin, 32),
+    quantised<blocks::Q6_K>(14, "Q6_K", 256, Codes::kNibblePair, Scales::kSuper, 16, 32),
+    quantised<blocks::Q4_0>(20, "IQ4_NL", 32, Codes::kNibble, Scales::kHalf, 32, 0, blocks::kIQ4), // laid out as Q4_0
+    quantised<blocks::IQ4_XS>(23, "IQ4_XS", 256, Codes::kNibble, Scales::kSuper, 32, 0, blocks::kIQ4),
+    quantised<blocks::MXFP4>(39, "MXFP4", 32, Codes::kNibble, Scales::kExponent, 32, 0, blocks::kFP4),
 };
 
 const Type* find(int32_t id) {
@@ -70,32 +59,134 @@ const Type* find(int32_t id) {
     return nullptr;
 }
 
-bool is_float(Codes codes) { return codes >= Codes::kF16; }
-int64_t code_bytes_per_group32(Codes codes) { return codes == Codes::kNibble ? 256 : 512; }
+// A plane of one row's 32 codes: four codes are one word, and k4 lies in line k4 % bits, shifted by k4 / bits * bits.
+void write_plane(const uint8_t* code, int from, int bits, uint8_t* plane, int row) {
+    const uint32_t mask = 0x01010101u * ((1u << bits) - 1);
+    uint32_t lines[8] = {};
+    for (int k4 = 0; k4 < 8; k4++) {
+        uint32_t word;
+        std::memcpy(&word, code + 4 * k4, 4);
+        lines[k4 % bits] |= (word >> from & mask) << (k4 / bits * bits);
+    }
+    for (int i = 0; i < bits; i++)
+        std::memcpy(plane + 64 * i + 4 * row, lines + i, 4);
+}
 
-// The codes of 32 k of one row into its places in a panel's group.
+void read_plane(const uint8_t* plane, int row, int bits, uint32_t* words, int to) {
+    const uint32_t mask = 0x01010101u * ((1u << bits) - 1);
+    for (int k4 = 0; k4 < 8; k4++) {
+        uint32_t word;
+        std::memcpy(&word, plane + 64 * (k4 % bits) + 4 * row, 4);
+        words[k4] |= (word >> (k4 / bits * bits) & mask) << to;
+    }
+}
+
 void write_group(Codes codes, const uint8_t* code, uint8_t* group, int row) {
-    if (codes == Codes::kByte) {
-        for (int k4 = 0; k4 < 8; k4++)
-            std::memcpy(group + 64 * k4 + 4 * row, code + 4 * k4, 4);
-    } else {
-        for (int k4 = 0; k4 < 4; k4++)
-            for (int j = 0; j < 4; j++)
-                group[64 * k4 + 4 * row + j] = uint8_t(code[4 * k4 + j] | code[16 + 4 * k4 + j] << 4);
-    }
+    const auto [low, high] = planes(codes);
+    write_plane(code, 0, low, group, row);
+    if (high)
+        write_plane(code, low, high, group + 64 * low, row);
 }
 
-void write_scale(Scales kind, uint8_t* base, int64_t at, float value) {
-    if (kind == Scales::kF32) {
-        std::memcpy(base + 4 * at, &value, 4);
-    } else {
-        const uint16_t half = blocks::f16_of_f32_exact(value);
-        std::memcpy(base + 2 * at, &half, 2);
-    }
+void read_group(Codes codes, const uint8_t* group, int row, uint8_t* code) {
+    const auto [low, high] = planes(codes);
+    uint32_t words[8] = {};
+    read_plane(group, row, low, words, 0);
+    if (high)
+        read_plane(group + 64 * low, row, high, words, low);
+    std::memcpy(code, words, 32);
 }
 
-float read_scale(Scales kind, const void* base, int64_t at) {
-    return kind == Scales::kF32 ? static_cast<const float*>(base)[at] : blocks::f32_of_f16(static_cast<const uint16_t*>(base)[at]);
+bool finite(uint16_t half) { return (half & 0x7c00) != 0x7c00; }
+
+// One row's scales of a block of the file into the panel's scale block. False when one is not finite.
+bool write_scales(const Weight& w, const Unpacked& u, uint8_t* block, int64_t row) {
+    const auto super = [&](auto* to) { // d, then a byte per group
+        to->d[row] = u.d;
+        for (size_t g = 0; g < std::size(to->scale); g++)
+            to->scale[g][row] = int8_t(u.scale[g]);
+        return finite(u.d);
+    };
+    switch (w.scales) {
+    case Scales::kHalf:
+        reinterpret_cast<HalfScales*>(block)->scale[row] = u.d;
+        return finite(u.d);
+    case Scales::kHalfMin:
+        reinterpret_cast<HalfMinScales*>(block)->scale[row] = u.d;
+        reinterpret_cast<HalfMinScales*>(block)->min[row] = u.dmin;
+        return finite(u.d) && finite(u.dmin);
+    case Scales::kSuper:
+        return w.group == 16 ? super(reinterpret_cast<SuperScales<16>*>(block)) : super(reinterpret_cast<SuperScales<8>*>(block));
+    case Scales::kSuperMin: {
+        auto* to = reinterpret_cast<SuperMinScales*>(block);
+        to->dmin[row] = u.dmin;
+        for (size_t g = 0; g < std::size(to->min); g++)
+            to->min[g][row] = int8_t(u.min[g]);
+        return super(to) && finite(u.dmin);
+    }
+    case Scales::kSuperPair: {
+        auto* to = reinterpret_cast<SuperPairScales*>(block);
+        to->d[row] = u.d, to->dmin[row] = u.dmin;
+        for (size_t g = 0; g < std::size(to->both); g++)
+            to->both[g][row] = uint8_t(u.scale[g] | u.min[g] << 4);
+        return finite(u.d) && finite(u.dmin);
+    }
+    case Scales::kExponent:
+        reinterpret_cast<ExponentScales*>(block)->e[row] = u.scale[0];
+        return u.scale[0] < blocks::kExponentEnd;
+    case Scales::kNone:
+        break;
+    }
+    return true;
+}
+
+// Weight group g of a panel lies in chunk g / kChunk.
+struct Spot {
+    const uint8_t *chunk, *codes;
+};
+Spot chunk_of(const Weight& w, const uint8_t* panel, int64_t g) {
+    const int64_t left = w.groups - g / kChunk * kChunk;
+    const uint8_t* chunk = panel + g / kChunk * chunk_bytes(w, kChunk);
+    return {chunk, chunk + chunk_codes_at(w, std::min(left, kChunk))};
+}
+
+// Scale and minimum of weight group g of one row.
+void read_scales(const Weight& w, const uint8_t* panel, int64_t g, int64_t row, float& scale, float& min) {
+    const ScaleBlock form = scale_block(w.scales, w.group);
+    const int64_t k = g % kChunk * w.group, in = k % form.k / w.group;
+    const uint8_t* block = chunk_of(w, panel, g).chunk + k / form.k * form.bytes;
+    const auto half = [](uint16_t bits) { return blocks::f32_of_f16(bits); };
+    switch (w.scales) {
+    case Scales::kHalf:
+        scale = half(reinterpret_cast<const HalfScales*>(block)->scale[row]);
+        break;
+    case Scales::kHalfMin:
+        scale = half(reinterpret_cast<const HalfMinScales*>(block)->scale[row]);
+        min = half(reinterpret_cast<const HalfMinScales*>(block)->min[row]);
+        break;
+    case Scales::kSuper: { // the same place for 8 and 16 groups
+        const auto* b = reinterpret_cast<const SuperScales<16>*>(block);
+        scale = half(b->d[row]) * float(b->scale[in][row]);
+        break;
+    }
+    case Scales::kSuperMin: {
+        const auto* b = reinterpret_cast<const SuperMinScales*>(block);
+        scale = half(b->d[row]) * float(b->scale[in][row]);
+        min = -(half(b->dmin[row]) * float(b->min[in][row]));
+        break;
+    }
+    case Scales::kSuperPair: {
+        const auto* b = reinterpret_cast<const SuperPairScales*>(block);
+        scale = half(b->d[row]) * float(b->both[in][row] & 15);
+        min = -(half(b->dmin[row]) * float(b->both[in][row] >> 4));
+        break;
+    }
+    case Scales::kExponent:
+        scale = blocks::f32_of_exponent(reinterpret_cast<const ExponentScales*>(block)->e[row]);
+        break;
+    case Scales::kNone:
+        break;
+    }
 }
 
 struct Panels {
@@ -103,7 +194,7 @@ struct Panels {
     const uint8_t* src;
     int64_t row_bytes;
     const Weight& w;
-    uint8_t *data, *scale, *min;
+    uint8_t* data;
 
     // Returns whether every scale (float types: every weight) is finite.
     bool write_row(int64_t row) const {
@@ -132,30 +223,27 @@ struct Panels {
         return finite;
     }
 
+    uint8_t* writable(const uint8_t* p) const { return data + (p - data); }
+
     bool write_quantised_row(int64_t row) const {
         const bool pad = row >= w.rows;
         Unpacked u{};
-        if (pad)
+        if (pad && !w.codebook)
             std::fill(std::begin(u.code), std::end(u.code), uint8_t(w.offset));
-        const int64_t panel = row / kLanes, lane = row % kLanes, groups_per_block = type.block / w.group;
-        bool finite = true;
-        for (int64_t block = 0; block < w.cols / type.block; block++) {
+        const int lane = int(row % kLanes);
+        const int64_t scale_bytes = scale_block(w.scales, w.group).bytes;
+        const uint8_t* panel = data + row / kLanes * w.panel_bytes;
+        for (int64_t k = 0; k < w.cols; k += type.block) {
             if (!pad)
-                type.unpack(src + row * row_bytes + block * type.bytes, u);
-            for (int64_t i = 0; i < type.block / 32; i++) {
-                uint8_t* group = data + panel * w.panel_bytes + (block * (type.block / 32) + i) * code_bytes_per_group32(w.codes);
-                write_group(w.codes, u.code + 32 * i, group, int(lane));
-            }
-            for (int64_t i = 0; i < groups_per_block; i++) {
-                const int64_t at = (panel * w.groups + block * groups_per_block + i) * kLanes + lane;
-                if (!std::isfinite(u.scale[i]) || !std::isfinite(u.min[i]))
-                    return false;
-                write_scale(w.scales, scale, at, u.scale[i]);
-                if (w.has_min)
-                    write_scale(w.scales, min, at, u.min[i]);
-            }
+                type.unpack(src + row * row_bytes + k / type.block * type.bytes, u);
+            const Spot spot = chunk_of(w, panel, k / w.group);
+            const int64_t in = k % (kChunk * w.group); // type.block divides a chunk
+            for (int64_t i = 0; i < type.block; i += 32)
+                write_group(w.codes, u.code + i, writable(spot.codes) + (in + i) / 32 * code_group_bytes(w.codes), lane);
+            if (!write_scales(w, u, writable(spot.chunk) + in / type.block * scale_bytes, lane))
+                return false;
         }
-        return finite;
+        return true;
     }
 };
 
@@ -164,15 +252,18 @@ int64_t write_panels(const Panels& panels, int threads) {
     const int64_t count = panel_count(panels.w);
     std::atomic<int64_t> next{0}, bad{std::numeric_limits<int64_t>::max()};
     auto work = [&] {
-        for (int64_t p; (p = next.fetch_add(1)) < count;)
+        for (int64_t p; (p = next.fetch_add(1)) < count;) {
+            if (is_integer(panels.w.codes)) // what lies behind the last chunk
+                std::memset(panels.data + (p + 1) * panels.w.panel_bytes - 64, 0, 64);
             for (int64_t row = p * kLanes; row < (p + 1) * kLanes; row++) {
-                if (is_float(panels.w.codes) && row >= panels.w.rows)
+                if (!is_integer(panels.w.codes) && row >= panels.w.rows)
                     break;
                 if (panels.write_row(row))
                     continue;
                 for (int64_t seen = bad; row < seen && !bad.compare_exchange_weak(seen, row);) {
                 }
             }
+        }
     };
     std::vector<std::thread> helpers;
     try {
@@ -188,17 +279,14 @@ int64_t write_panels(const Panels& panels, int threads) {
 
 int64_t align64(int64_t n) { return (n + 63) / 64 * 64; }
 
-void delete_aligned(void* p) { ::operator delete (p, std::align_val_t{64}); }
-
 void load_codes(const Weight& w, int64_t row, int8_t* code) {
-    const uint8_t* panel = w.data + row / kLanes * w.panel_bytes + row % kLanes * 4;
-    for (int64_t k = 0; k < w.cols; k++) {
-        if (w.codes == Codes::kByte) {
-            code[k] = int8_t(panel[k / 4 * 64 + k % 4] - w.offset);
-        } else {
-            const int stored = panel[k / 32 * 256 + k % 16 / 4 * 64 + k % 4] >> k % 32 / 16 * 4 & 15;
-            code[k] = w.codebook ? w.codebook[stored] : int8_t(stored - w.offset);
-        }
+    const uint8_t* panel = w.data + row / kLanes * w.panel_bytes;
+    for (int64_t k = 0; k < w.cols; k += 32) {
+        uint8_t stored[32];
+        const uint8_t* codes = chunk_of(w, panel, k / w.group).codes;
+        read_group(w.codes, codes + k % (kChunk * w.group) / 32 * code_group_bytes(w.codes), int(row % kLanes), stored);
+        for (int i = 0; i < 32; i++)
+            code[k + i] = w.codebook ? w.codebook[stored[i]] : int8_t(stored[i] - w.offset);
     }
 }
 
@@ -245,27 +333,26 @@ PackedWeight pack_weight(int32_t ggml_type, const uint8_t* data, int64_t size, i
 
     PackedWeight packed;
     Weight& w = packed.w;
-    w = {type->codes, type->scales, type->has_min, type->group, type->offset, type->codebook, rows, cols, nullptr, nullptr, nullptr, 0, 0};
-    w.groups = w.group ? cols / w.group : 0;
-    w.panel_bytes = is_float(w.codes) ? cols * kLanes * type->bytes : cols / 32 * code_bytes_per_group32(w.codes);
-    const int64_t panels = panel_count(w), code_bytes = panels * w.panel_bytes;
-    const int64_t scale_bytes = panels * w.groups * kLanes * (w.scales == Scales::kF32 ? 4 : 2), min_bytes = w.has_min ? scale_bytes : 0;
-    const int64_t scale_at = align64(code_bytes), min_at = scale_at + align64(scale_bytes);
-    auto* base = static_cast<uint8_t*>(::operator new (size_t(min_at + align64(min_bytes)), std::align_val_t{64}));
-    packed.storage = {base, delete_aligned};
-    packed.bytes = code_bytes + scale_bytes + min_bytes;
+    const bool has_min = type->scales == Scales::kHalfMin || type->scales == Scales::kSuperMin || type->scales == Scales::kSuperPair;
+    w = {type->codes, type->scales, has_min, type->group, type->offset, type->codebook, rows, cols, nullptr, 0, 0};
+    if (is_integer(w.codes)) {
+        w.groups = cols / w.group;
+        const int64_t rest = w.groups % kChunk;
+        w.panel_bytes = align64(w.groups / kChunk * chunk_bytes(w, kChunk) + (rest ? chunk_bytes(w, rest) : 0));
+    } else {
+        w.panel_bytes = cols * kLanes * type->bytes;
+    }
+    packed.bytes = panel_count(w) * w.panel_bytes;
     packed.ggml_type = ggml_type;
+    packed.storage = weight_memory(size_t(packed.bytes));
+    uint8_t* base = packed.storage.get();
     w.data = base;
-    if (w.scales != Scales::kNone)
-        w.scale = base + scale_at;
-    if (w.has_min)
-        w.min = base + min_at;
-    if (is_float(w.codes))
-        std::memset(base + (panels - 1) * w.panel_bytes, 0, size_t(w.panel_bytes)); // pad rows
+    if (!is_integer(w.codes))
+        std::memset(base + packed.bytes - w.panel_bytes, 0, size_t(w.panel_bytes)); // pad rows
 
-    const int64_t bad = write_panels({*type, data, row_bytes, w, base, base + scale_at, base + min_at}, threads);
+    const int64_t bad = write_panels({*type, data, row_bytes, w, base}, threads);
     if (bad >= 0)
-        throw std::invalid_argument(shape + ": row " + std::to_string(bad) + " holds a " + (is_float(w.codes) ? "weight" : "scale") +
+        throw std::invalid_argument(shape + ": row " + std::to_string(bad) + " holds a " + (is_integer(w.codes) ? "scale" : "weight") +
                                     " that is not finite or out of range");
     return packed;
 }
@@ -273,18 +360,20 @@ PackedWeight pack_weight(int32_t ggml_type, const uint8_t* data, int64_t size, i
 void unpack_rows(const Weight& w, int64_t row0, int64_t count, int8_t* codes, float* scale, float* min) {
     for (int64_t row = row0; row < row0 + count; row++) {
         load_codes(w, row, codes + (row - row0) * w.cols);
+        const uint8_t* panel = w.data + row / kLanes * w.panel_bytes;
         for (int64_t g = 0; g < w.groups; g++) {
-            const int64_t from = (row / kLanes * w.groups + g) * kLanes + row % kLanes, to = (row - row0) * w.groups + g;
-            scale[to] = read_scale(w.scales, w.scale, from);
+            float low = 0;
+            const int64_t to = (row - row0) * w.groups + g;
+            read_scales(w, panel, g, row % kLanes, scale[to], low);
             if (w.has_min)
-                min[to] = read_scale(w.scales, w.min, from);
+                min[to] = low;
         }
     }
 }
 
 // scale*code is exact for every type (at most 24 bits), so two roundings, one rounding and dequantize's own order agree.
 void dequantize_rows(const Weight& w, int64_t row0, int64_t count, float* out) {
-    if (is_float(w.codes)) {
+    if (!is_integer(w.codes)) {
         for (int64_t row = row0; row < row0 + count; row++)
             for (int64_t k = 0; k < w.cols; k++)
                 out[(row - row0) * w.cols + k] = load_float(w, row, k);

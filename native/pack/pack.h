@@ -7,11 +7,11 @@
 
 namespace quaff {
 
-// A weight that owns its panels (one 64-byte aligned allocation).
+// A weight that owns its panels.
 struct PackedWeight {
     Weight w{};
-    std::unique_ptr<uint8_t, void (*)(void*)> storage{nullptr, nullptr};
-    int64_t bytes = 0; // codes + scales + mins, what one pass over the weight reads
+    std::shared_ptr<uint8_t> storage;
+    int64_t bytes = 0; // codes, scales and minimums: what one pass over the weight reads
     int32_t ggml_type = 0;
 };
 

@@ -1,11 +1,12 @@
 #include "ceilings.h"
+#include "../pack/memory.h"
 #include "dispatch.h"
 #include "threads.h"
 
 #include <algorithm>
 #include <chrono>
 #include <cstring>
-#include <new>
+#include <memory>
 #include <vector>
 
 namespace quaff {
@@ -38,15 +39,6 @@ template <typename Once> double sum_of_rates(int threads, double seconds, Once&&
 
 constexpr int64_t kBlock = int64_t{1} << 20;
 
-// Allocated as pack_weight allocates, so that pages are of the same size; every block is written by the worker that gets it first.
-struct Buffer {
-    explicit Buffer(int64_t bytes) : p(static_cast<uint8_t*>(::operator new (static_cast<size_t>(bytes), std::align_val_t{64}))) {}
-    Buffer(const Buffer&) = delete;
-    Buffer& operator=(const Buffer&) = delete;
-    ~Buffer() { ::operator delete (p, std::align_val_t{64}); }
-    uint8_t* p;
-};
-
 } // namespace
 
 double measure_int8(int threads, double seconds) {
@@ -58,14 +50,15 @@ double measure_fma(int threads, double seconds) {
 }
 
 double measure_bandwidth(int threads, int64_t megabytes) {
-    const Buffer buffer(megabytes * kBlock);
+    const std::shared_ptr<uint8_t> buffer =
+        weight_memory(static_cast<size_t>(megabytes * kBlock)); // pages of the same size as those of weights
     const auto read = kernels().read;
     ThreadPool pool(threads);
-    pool.run(megabytes, [&](int64_t u, int) { std::memset(buffer.p + u * kBlock, 1, kBlock); });
+    pool.run(megabytes, [&](int64_t u, int) { std::memset(buffer.get() + u * kBlock, 1, kBlock); });
     double best = 0;
     for (int pass = 0; pass < 3; ++pass) {
         const auto begin = Clock::now();
-        pool.run(megabytes, [&](int64_t u, int) { read(buffer.p + u * kBlock, kBlock); });
+        pool.run(megabytes, [&](int64_t u, int) { read(buffer.get() + u * kBlock, kBlock); });
         best = std::max(best, static_cast<double>(megabytes * kBlock) / seconds_since(begin));
     }
     return best;
@@ -73,12 +66,12 @@ double measure_bandwidth(int threads, int64_t megabytes) {
 
 double measure_cache(int threads, int64_t kilobytes, double seconds) {
     const int64_t bytes = kilobytes << 10, spread = bytes + 4096; // of each thread; not at equal distances of a power of two
-    const Buffer buffer(spread * threads);
-    std::memset(buffer.p, 1, static_cast<size_t>(spread * threads));
+    const std::shared_ptr<uint8_t> buffer = weight_memory(static_cast<size_t>(spread * threads));
+    std::memset(buffer.get(), 1, static_cast<size_t>(spread * threads));
     // At least 256 KiB between two looks at the clock.
     return sum_of_rates(threads, seconds, [&, read = kernels().read, times = std::max<int64_t>(1, (kBlock / 4) / bytes)](int64_t unit) {
         for (int64_t i = 0; i < times; ++i)
-            read(buffer.p + unit * spread, bytes);
+            read(buffer.get() + unit * spread, bytes);
         return times * bytes;
     });
 }

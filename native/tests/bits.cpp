@@ -360,14 +360,19 @@ struct Form {
     bool codebook;
 };
 constexpr Form kForms[] = {
-    {"nibble_offset", Codes::kNibble, Scales::kF16, false, 32, 8, false},
-    {"nibble_min", Codes::kNibble, Scales::kF16, true, 32, 0, false},
-    {"nibble_min_f32", Codes::kNibble, Scales::kF32, true, 32, 0, false},
-    {"nibble_codebook", Codes::kNibble, Scales::kF16, false, 32, 0, true},
-    {"byte", Codes::kByte, Scales::kF16, false, 32, 128, false},
-    {"byte_min", Codes::kByte, Scales::kF32, true, 32, 128, false},
-    {"byte_group16", Codes::kByte, Scales::kF32, false, 16, 128, false},
-    {"byte_group16_min", Codes::kByte, Scales::kF32, true, 16, 128, false},
+    {"nibble_offset", Codes::kNibble, Scales::kHalf, false, 32, 8, false},
+    {"nibble_min", Codes::kNibble, Scales::kHalfMin, true, 32, 0, false},
+    {"nibble_codebook", Codes::kNibble, Scales::kHalf, false, 32, 0, true},
+    {"nibble_super_min", Codes::kNibble, Scales::kSuperMin, true, 32, 0, false},
+    {"nibble_codebook_super", Codes::kNibble, Scales::kSuper, false, 32, 0, true},
+    {"nibble_codebook_exponent", Codes::kNibble, Scales::kExponent, false, 32, 0, true},
+    {"nibble_bit", Codes::kNibbleBit, Scales::kHalf, false, 32, 16, false},
+    {"nibble_bit_min", Codes::kNibbleBit, Scales::kHalfMin, true, 32, 0, false},
+    {"nibble_bit_super_min", Codes::kNibbleBit, Scales::kSuperMin, true, 32, 0, false},
+    {"nibble_pair_super", Codes::kNibblePair, Scales::kSuper, false, 16, 32, false},
+    {"pair_super_pair", Codes::kPair, Scales::kSuperPair, true, 16, 0, false},
+    {"pair_bit_super", Codes::kPairBit, Scales::kSuper, false, 16, 4, false},
+    {"byte", Codes::kByte, Scales::kHalf, false, 32, 128, false},
     {"f16", Codes::kF16, Scales::kNone, false, 0, 0, false},
     {"bf16", Codes::kBF16, Scales::kNone, false, 0, 0, false},
     {"f32", Codes::kF32, Scales::kNone, false, 0, 0, false},
@@ -380,47 +385,81 @@ uint16_t half_bits(Random& random) {
 }
 
 struct RandomWeight {
-    Buffer<uint8_t> data, scale, min;
+    Buffer<uint8_t> data;
     Weight w{};
     RandomWeight(const Form& form, int64_t rows, int64_t cols) {
         Random random(static_cast<uint64_t>(rows * 4096 + cols));
-        const int64_t panels = (rows + kLanes - 1) / kLanes;
-        const int64_t code_bytes = form.codes == Codes::kNibble ? 8 : form.codes == Codes::kF32 ? 64 : form.codes == Codes::kByte ? 16 : 32;
-        w = {form.codes, form.scales, form.has_min, form.group, form.offset,       form.codebook ? kBook : nullptr,   rows,
-             cols,       nullptr,     nullptr,      nullptr,    cols * code_bytes, form.group ? cols / form.group : 0};
-        data.resize(static_cast<size_t>(panels * w.panel_bytes));
-        for (int64_t i = 0; i < static_cast<int64_t>(data.size()); ++i)
-            data[static_cast<size_t>(i)] = static_cast<uint8_t>(random.bits());
-        for (size_t i = 0; form.codes == Codes::kF16 && i < data.size(); i += 2)
-            put(data, i, half_bits(random));
-        for (size_t i = 0; form.codes == Codes::kBF16 && i < data.size(); i += 2)
-            put(data, i, static_cast<uint16_t>(std::bit_cast<uint32_t>(random.number(-9, -2)) >> 16));
-        for (size_t i = 0; form.codes == Codes::kF32 && i < data.size(); i += 4)
-            put(data, i, random.number(-9, -2));
-        fill(random, scale, panels * w.groups * kLanes);
-        fill(random, min, form.has_min ? panels * w.groups * kLanes : 0);
+        w = {form.codes, form.scales, form.has_min, form.group, form.offset, form.codebook ? kBook : nullptr, rows, cols, nullptr, 0, 0};
+        if (is_integer(form.codes)) {
+            w.groups = cols / form.group;
+            const int64_t rest = w.groups % kChunk;
+            w.panel_bytes = w.groups / kChunk * chunk_bytes(w, kChunk) + (rest ? chunk_bytes(w, rest) : 0);
+            w.panel_bytes = (w.panel_bytes + 63) / 64 * 64;
+            data.resize(static_cast<size_t>(panel_count(w) * w.panel_bytes));
+            integers(random);
+        } else {
+            w.panel_bytes = cols * kLanes * (form.codes == Codes::kF32 ? 4 : 2);
+            data.resize(static_cast<size_t>(panel_count(w) * w.panel_bytes));
+            for (int64_t i = 0; i < panel_count(w) * w.panel_bytes; ++i) // drawn first for every form
+                random.bits();
+            floats(random);
+        }
         w.data = data.data();
-        w.scale = scale.data();
-        w.min = form.has_min ? min.data() : nullptr;
     }
 
 private:
-    template <class T> static void put(Buffer<uint8_t>& to, size_t at, T value) { std::memcpy(&to[at], &value, sizeof value); }
-    void fill(Random& random, Buffer<uint8_t>& to, int64_t count) {
-        const size_t size = w.scales == Scales::kF16 ? 2 : 4;
-        to.resize(static_cast<size_t>(count) * size);
-        for (size_t i = 0; i < to.size(); i += size)
-            if (size == 2)
-                put(to, i, half_bits(random));
+    template <class T> static void put(uint8_t* at, T value) { std::memcpy(at, &value, sizeof value); }
+
+    void floats(Random& random) {
+        for (size_t i = 0; i < data.size(); i += w.codes == Codes::kF32 ? 4 : 2)
+            if (w.codes == Codes::kF32)
+                put(&data[i], random.number(-9, -2));
+            else if (w.codes == Codes::kF16)
+                put(&data[i], half_bits(random));
             else
-                put(to, i, random.number(-12, -6));
+                put(&data[i], static_cast<uint16_t>(std::bit_cast<uint32_t>(random.number(-9, -2)) >> 16));
+    }
+
+    // All codes first, then every f16 scale, every f16 minimum, and the bytes of sub-scales or exponents.
+    void integers(Random& random) {
+        const int64_t block = scale_block(w.scales, w.group).bytes;
+        const bool exponents = w.scales == Scales::kExponent;
+        const int64_t halves = exponents ? 0 : w.has_min ? 2 : 1;
+        each_chunk([&](uint8_t* chunk, int64_t groups) {
+            for (int64_t at = chunk_codes_at(w, groups); at < chunk_bytes(w, groups); ++at)
+                put(chunk + at, static_cast<uint8_t>(random.bits()));
+        });
+        for (int64_t half = 0; half < halves; ++half)
+            each_block([&](uint8_t* scales) {
+                for (int64_t lane = 0; lane < kLanes; ++lane)
+                    put(scales + 2 * (half * kLanes + lane), half_bits(random));
+            });
+        each_block([&](uint8_t* scales) {
+            for (int64_t at = 2 * halves * kLanes; at < block; ++at)
+                put(scales + at, static_cast<uint8_t>(exponents ? 116 + random.below(9) : static_cast<int>(random.bits() & 255)));
+        });
+    }
+
+    template <class F> void each_chunk(F&& f) {
+        for (int64_t panel = 0; panel < panel_count(w); ++panel)
+            for (int64_t g = 0; g < w.groups; g += kChunk)
+                f(&data[static_cast<size_t>(panel * w.panel_bytes + g / kChunk * chunk_bytes(w, kChunk))], std::min(kChunk, w.groups - g));
+    }
+    template <class F> void each_block(F&& f) {
+        const ScaleBlock form = scale_block(w.scales, w.group);
+        each_chunk([&](uint8_t* chunk, int64_t groups) {
+            for (int64_t i = 0; i < groups * w.group / form.k; ++i)
+                f(chunk + i * form.bytes);
+        });
     }
 };
 
 void linear(const KernelTable& k, Lines& lines) {
     for (const Form& form : kForms) {
         Hash integer, floats;
-        for (const auto& [rows, cols] : {std::pair<int64_t, int64_t>{1, 32}, {16, 64}, {17, 96}, {47, 160}, {95, 576}, {128, 256}}) {
+        for (auto [rows, cols] : {std::pair<int64_t, int64_t>{1, 32}, {16, 64}, {17, 96}, {47, 160}, {95, 576}, {128, 256}}) {
+            const int64_t multiple = is_integer(form.codes) ? scale_block(form.scales, form.group).k : 1;
+            cols = (cols + multiple - 1) / multiple * multiple;
             const RandomWeight weight(form, rows, cols);
             Buffer<uint8_t> scratch(linear_scratch_bytes(weight.w) + 64);
             for (const int64_t tokens : {1, 2, 5, 6, 13}) {
@@ -431,7 +470,7 @@ void linear(const KernelTable& k, Lines& lines) {
                 for (int64_t t = tokens; t-- > 0;)
                     reversed.push_back(static_cast<int32_t>(t));
                 for (int mode = 0; mode < 4; ++mode) { // with a bias, into a residual through a row map
-                    const bool whole = form.scales != Scales::kNone;
+                    const bool whole = is_integer(form.codes);
                     for (const bool use_int : {true, false}) {
                         if (use_int && !whole)
                             continue;
@@ -456,7 +495,7 @@ void linear(const KernelTable& k, Lines& lines) {
                 }
             }
         }
-        if (form.scales != Scales::kNone)
+        if (is_integer(form.codes))
             lines.push_back({std::string("linear_int_") + form.name, integer.value()});
         lines.push_back({std::string("linear_float_") + form.name, floats.value()});
     }

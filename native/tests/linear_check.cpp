@@ -1,15 +1,18 @@
 // Compares linear_int and linear_float of every instruction set, by bytes, with double loops written from NUMERICS 13 and 14.
 //   linear_check            exit status 0 when all agree
-//   linear_check --speed [type]  multiply-accumulates per second of the widest set, and their share of spin_int8
+//   linear_check --speed [type [threads]]  multiply-accumulates per second and their share of spin_int8; for few tokens also bytes of weights per
+//                        second and their share of a plain read of the same memory, in turns. QUAFF_ISA chooses the set
 #include "numerics.h"
+#include "pack/memory.h"
 #include "pack/pack.h"
 #include "runtime/dispatch.h"
+#include "runtime/threads.h"
 
 #include <algorithm>
+#include <chrono>
 #include <cmath>
 #include <cstdio>
 #include <cstring>
-#include <ctime>
 #include <new>
 #include <random>
 #include <string>
@@ -202,53 +205,72 @@ int check() {
     return failures != 0;
 }
 
-// Processor time, so that neighbours on the machine count as little as can be. Best of the repeats.
-double seconds_of(auto&& work, int repeats) {
-    double best = 1e30;
-    for (int i = 0; i < repeats; i++) {
-        const std::clock_t start = std::clock();
-        work();
-        best = std::min(best, double(std::clock() - start) / CLOCKS_PER_SEC);
-    }
-    return best;
-}
+double now() { return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count(); }
 
-void speed(const std::string& only) {
+struct Shape {
+    int64_t rows, cols;
+};
+const std::vector<Shape> kShapes = {{576, 1536}, {1536, 576}, {1536, 1536}, {8960, 1536}, {1536, 8960}};
+constexpr int64_t kBlock = 65536;             // bytes that a worker reads at a time
+constexpr int64_t kMemory = int64_t{1} << 28; // copies of a weight, so that no cache holds what few tokens read
+
+void speed(const std::string& only, int threads) {
     const KernelTable& table = kernels();
+    ThreadPool pool(threads);
     int64_t spun = 0;
-    const double peak = 1 / seconds_of([&] { spun = table.spin_int8(200000); }, 20) * double(spun);
-    std::printf("%s: spin_int8 %.0f GMAC/s\n", table.isa, peak / 1e9);
-    struct Shape {
-        int64_t rows, cols, tokens;
-    };
+    double peak = 0;
+    for (int i = 0; i < 20; i++) {
+        const double start = now();
+        spun = table.spin_int8(200000);
+        peak = std::max(peak, threads * double(spun) / (now() - start));
+    }
+    std::printf("%s, %d threads: spin_int8 %.0f GMAC/s\n", table.isa, threads, peak / 1e9);
     for (const Form& form : kForms)
-        for (auto [rows, cols, tokens] : {Shape{1536, 576, 512}, Shape{576, 1536, 512}, Shape{1536, 576, 1}, Shape{49152, 576, 1}}) {
-            if (!only.empty() && only != ggml_type_name(form.type))
+        for (auto [rows, cols] : kShapes) {
+            if (form.block == 1 || (!only.empty() && only != ggml_type_name(form.type)))
                 continue;
-            if (form.block == 256)
-                cols = cols == 576 ? 512 : cols;
-            if (form.block == 1 && rows == 49152)
-                continue;
+            cols = (cols + form.block - 1) / form.block * form.block;
             const std::vector<uint8_t> data = random_blocks(form, rows, cols);
-            const PackedWeight packed = pack_weight(form.type, data.data(), int64_t(data.size()), rows, cols, 1);
-            const Activations a(tokens, cols);
-            std::vector<float> out(size_t(tokens * rows));
-            Aligned<uint8_t> scratch(linear_scratch_bytes(packed.w));
-            const LinearArgs args{&packed.w, tokens, &a.view, a.x.data(), cols, nullptr, out.data(), rows, nullptr, false};
-            const auto kernel = form.block == 1 ? table.linear_float : table.linear_int;
-            const int inner = tokens == 1 ? 20 : 1;
-            const double s = seconds_of(
-                                 [&] {
-                                     for (int i = 0; i < inner; i++)
-                                         for (int64_t p = 0; p < panel_count(packed.w); p += table.panels_per_unit)
-                                             kernel(&args, p, std::min(p + table.panels_per_unit, panel_count(packed.w)), scratch.p);
-                                 },
-                                 15) /
-                             inner;
-            const double macs = double(rows) * double(cols) * double(tokens) / s;
-            std::printf("%-7s %6d x %5d, %3d tokens: %7.1f GMAC/s, %3.0f %% of spin_int8, %5.1f GB/s of weights\n",
-                        ggml_type_name(form.type), int(rows), int(cols), int(tokens), macs / 1e9, 100 * macs / peak,
-                        double(packed.bytes) / s / 1e9);
+            const PackedWeight packed = pack_weight(form.type, data.data(), int64_t(data.size()), rows, cols, threads);
+            const int64_t copies = kMemory / packed.bytes + 1, panels = panel_count(packed.w),
+                          scratch_bytes = int64_t(linear_scratch_bytes(packed.w)) + 64;
+            const std::shared_ptr<uint8_t> memory = weight_memory(size_t(copies * packed.bytes));
+            Aligned<uint8_t> scratch(size_t(threads * scratch_bytes));
+            for (int64_t i = 0; i < copies; i++)
+                std::memcpy(memory.get() + i * packed.bytes, packed.w.data, size_t(packed.bytes));
+            std::printf("%-7s %5d x %5d:", ggml_type_name(form.type), int(rows), int(cols));
+            for (int64_t tokens : {1, 4, 512}) {
+                const Activations a(tokens, cols);
+                std::vector<float> out(size_t(tokens * rows));
+                Weight w = packed.w;
+                const LinearArgs args{&w, tokens, &a.view, a.x.data(), cols, nullptr, out.data(), rows, nullptr, false};
+                const int64_t unit =
+                    tokens > 4 ? table.panels_per_unit : std::max<int64_t>(1, std::min(panels / (4 * threads), kBlock / w.panel_bytes));
+                const int64_t passes = tokens > 4 ? 1 : copies;
+                double best = 1e30, plain = 1e30;
+                for (int repeat = 0; repeat < (tokens > 4 ? 9 : 7); repeat++) {
+                    double start = now();
+                    for (int64_t i = 0; i < passes; i++) {
+                        w.data = memory.get() + i * packed.bytes;
+                        pool.run((panels + unit - 1) / unit, [&](int64_t u, int worker) {
+                            table.linear_int(&args, u * unit, std::min((u + 1) * unit, panels), scratch.p + worker * scratch_bytes);
+                        });
+                    }
+                    best = std::min(best, (now() - start) / double(passes));
+                    if (tokens > 4)
+                        continue;
+                    start = now();
+                    pool.run(copies * packed.bytes / kBlock, [&](int64_t u, int) { table.read(memory.get() + u * kBlock, kBlock); });
+                    plain = std::min(plain, (now() - start) * double(packed.bytes) / double(copies * packed.bytes / kBlock * kBlock));
+                }
+                const double macs = double(rows) * double(cols) * double(tokens) / best;
+                if (tokens > 4)
+                    std::printf(" | %d tokens %6.1f GMAC/s, %3.0f %% of spin", int(tokens), macs / 1e9, 100 * macs / peak);
+                else
+                    std::printf(" | %d %5.1f GB/s, %3.0f %% of a read", int(tokens), double(packed.bytes) / best / 1e9, 100 * plain / best);
+            }
+            std::printf("\n");
+            std::fflush(stdout);
         }
 }
 
@@ -256,6 +278,6 @@ void speed(const std::string& only) {
 
 int main(int argc, char** argv) {
     if (argc > 1 && std::string(argv[1]) == "--speed")
-        return speed(argc > 2 ? argv[2] : ""), 0;
+        return speed(argc > 2 ? argv[2] : "", argc > 3 ? std::atoi(argv[3]) : 1), 0;
     return check();
 }

@@ -1,0 +1,12 @@
+// Memory of weights: many weights share slabs of huge pages. With pages of 4 KiB a pass over a model is bound by address translation.
+#pragma once
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+
+namespace quaff {
+
+// `bytes` bytes, 64-byte aligned, not initialised. A slab lives as long as anything in it. Any thread may call; throws std::bad_alloc.
+std::shared_ptr<uint8_t> weight_memory(size_t bytes);
+
+} // namespace quaff
