@@ -22,6 +22,7 @@ def explain(
     """Predict bytes, launches, memory and seconds of every schedule."""
     from quaff import _native
     from quaff.checkpoint import open_checkpoint
+    from quaff.errors import located
     from quaff.hub import resolve
     from quaff.llm import load
     from quaff.measure import explain as lib
@@ -30,7 +31,7 @@ def explain(
 
     with Bar() as bar:
         path = resolve(model, bar.step)
-        with open_checkpoint(path) as checkpoint:
+        with located(path), open_checkpoint(path) as checkpoint:
             told = lib.explain(checkpoint, prompt, measure_ceilings(threads or _native.default_threads()), chunk)
         if measure:
             rows = max(cost.order.chunk for cost in told.costs)

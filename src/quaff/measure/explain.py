@@ -128,13 +128,15 @@ def _why(chosen: Order, costs: tuple[Cost, ...], tokens: int, asked: bool) -> st
     if chosen.name == "token":
         return "token-major is taken because QUAFF_BATCHED_PREFILL=0 asks for the control"
     rows = f"the {counted(chosen.chunk, 'row')} that were asked for" if asked else f"{counted(chosen.chunk, 'row')}, the machine's choice,"
+    now, before = chunk.limit.ceiling, token.limit.ceiling
+    binds = f"{now} binds instead of {before}" if now != before else f"{now} binds as before"
     gain = token.expected.seconds / chunk.expected.seconds
     more = layer.scratch_bytes - chunk.scratch_bytes
     faster = chunk.expected.seconds / layer.expected.seconds
     other = f"be {faster:.2f}x as fast for {human_bytes(more)} more scratch" if faster >= 1.01 else "gain nothing here"
     return (
         f"chunk-major with {rows} is taken: it reads the weights {_times(-(-tokens // chosen.chunk))} where token-major reads them "
-        f"{_times(tokens)}, so that {chunk.limit.ceiling} binds instead of {token.limit.ceiling} and {gain:.1f}x its speed is expected; "
+        f"{_times(tokens)}, so that {binds} and {gain:.1f}x its speed is expected; "
         f"layer-major would {other}"
     )
 
