@@ -20,6 +20,15 @@ namespace {
 std::span<const int32_t> span(const In<int32_t, 1>& a) { return {a.data(), a.size()}; }
 
 void bind_weight(nb::module_& m) {
+    m.def(
+        "packed_bytes",
+        [](int32_t type, int64_t rows, int64_t cols) {
+            const int64_t bytes = rows < int64_t{1} << 32 && cols < int64_t{1} << 32 ? packed_bytes(type, rows, cols) : -1;
+            if (bytes < 0)
+                throw std::invalid_argument("packed_bytes: unknown type, or a shape that does not fit it");
+            return bytes;
+        },
+        "ggml_type"_a, "rows"_a, "cols"_a);
     nb::class_<ModelWeight>(m, "Weight")
         .def(
             "__init__",

@@ -299,6 +299,20 @@ float load_float(const Weight& w, int64_t row, int64_t k) {
     return w.codes == Codes::kF16 ? blocks::f32_of_f16(half) : std::bit_cast<float>(uint32_t(half) << 16);
 }
 
+// A weight without its panels: `cols` fit the type.
+Weight shape_of(const Type& type, int64_t rows, int64_t cols) {
+    const bool has_min = type.scales == Scales::kHalfMin || type.scales == Scales::kSuperMin || type.scales == Scales::kSuperPair;
+    Weight w{type.codes, type.scales, has_min, type.group, type.offset, type.codebook, rows, cols, nullptr, 0, 0};
+    if (is_integer(w.codes)) {
+        w.groups = cols / w.group;
+        const int64_t rest = w.groups % kChunk;
+        w.panel_bytes = align64(w.groups / kChunk * chunk_bytes(w, kChunk) + (rest ? chunk_bytes(w, rest) : 0));
+    } else {
+        w.panel_bytes = cols * kLanes * type.bytes;
+    }
+    return w;
+}
+
 } // namespace
 
 bool ggml_type_known(int32_t ggml_type) { return find(ggml_type) != nullptr; }
@@ -313,6 +327,13 @@ int64_t ggml_row_bytes(int32_t ggml_type, int64_t cols) {
     if (!type || cols <= 0 || cols % type->block || cols / type->block > std::numeric_limits<int64_t>::max() / type->bytes)
         return -1;
     return cols / type->block * type->bytes;
+}
+
+int64_t packed_bytes(int32_t ggml_type, int64_t rows, int64_t cols) {
+    if (rows <= 0 || ggml_row_bytes(ggml_type, cols) < 0)
+        return -1;
+    const Weight w = shape_of(*find(ggml_type), rows, cols);
+    return panel_count(w) * w.panel_bytes;
 }
 
 PackedWeight pack_weight(int32_t ggml_type, const uint8_t* data, int64_t size, int64_t rows, int64_t cols, int threads) {
@@ -333,15 +354,7 @@ PackedWeight pack_weight(int32_t ggml_type, const uint8_t* data, int64_t size, i
 
     PackedWeight packed;
     Weight& w = packed.w;
-    const bool has_min = type->scales == Scales::kHalfMin || type->scales == Scales::kSuperMin || type->scales == Scales::kSuperPair;
-    w = {type->codes, type->scales, has_min, type->group, type->offset, type->codebook, rows, cols, nullptr, 0, 0};
-    if (is_integer(w.codes)) {
-        w.groups = cols / w.group;
-        const int64_t rest = w.groups % kChunk;
-        w.panel_bytes = align64(w.groups / kChunk * chunk_bytes(w, kChunk) + (rest ? chunk_bytes(w, rest) : 0));
-    } else {
-        w.panel_bytes = cols * kLanes * type->bytes;
-    }
+    w = shape_of(*type, rows, cols);
     packed.bytes = panel_count(w) * w.panel_bytes;
     packed.ggml_type = ggml_type;
     packed.storage = weight_memory(size_t(packed.bytes));

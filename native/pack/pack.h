@@ -17,7 +17,8 @@ struct PackedWeight {
 
 bool ggml_type_known(int32_t ggml_type);
 const char* ggml_type_name(int32_t ggml_type);
-int64_t ggml_row_bytes(int32_t ggml_type, int64_t cols); // -1 when cols does not fit the block size
+int64_t ggml_row_bytes(int32_t ggml_type, int64_t cols);             // -1 when cols does not fit the block size
+int64_t packed_bytes(int32_t ggml_type, int64_t rows, int64_t cols); // what pack_weight will take; -1 for what it refuses
 
 // data: rows * ggml_row_bytes bytes, row-major as in the file. Throws std::invalid_argument with a plain sentence for an unknown type, a shape
 // that does not fit, or a non-finite scale (NUMERICS 7, rows named), std::bad_alloc when memory is short. `threads` rows of panels are packed side by side.

@@ -22,6 +22,7 @@ def measure_int8(threads: int, seconds: float) -> float: ...  # multiply-accumul
 def measure_fma(threads: int, seconds: float) -> float: ...
 def measure_bandwidth(threads: int, megabytes: int) -> float: ...  # bytes per second read from one buffer
 def measure_cache(threads: int, kilobytes: int, seconds: float) -> float: ...  # the same, a buffer for every thread, over and over
+def packed_bytes(ggml_type: int, rows: int, cols: int) -> int: ...  # nbytes of such a Weight, before there is one
 
 class Weight:
     """A packed 2-D weight, or a float vector (rows == 1, kept as f32)."""

@@ -6,37 +6,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
 
+from quaff import _native
 from quaff.graph.program import Graph
 from quaff.models.family import Tensors
 
-_FLOAT_BYTES = {0: 4, 1: 2, 30: 2}
-# ggml type -> (bytes of a code, bytes of a scale, scales per group: 2 with a minimum, group), as native/pack keeps them.
-_PACKED = {
-    2: (0.5, 2, 1, 32),
-    3: (0.5, 2, 2, 32),
-    6: (1.0, 2, 1, 32),
-    7: (1.0, 2, 2, 32),
-    8: (1.0, 2, 1, 32),
-    10: (1.0, 4, 2, 16),
-    11: (1.0, 4, 1, 16),
-    12: (0.5, 4, 2, 32),
-    13: (1.0, 4, 2, 32),
-    14: (1.0, 4, 1, 16),
-    20: (0.5, 2, 1, 32),
-    23: (0.5, 4, 1, 32),
-    39: (0.5, 4, 1, 32),
-}
-
 
 def packed_bytes(shape: tuple[int, ...], ggml_type: int) -> int:
-    """Bytes of a weight in panels of 16 rows, codes, scales and minimums; a vector is f32. KeyError for an unknown type."""
-    if len(shape) == 1:
-        return 4 * shape[0]
-    rows, cols = -(-shape[0] // 16) * 16, prod(shape[1:])
-    if ggml_type in _FLOAT_BYTES:
-        return rows * cols * _FLOAT_BYTES[ggml_type]
-    code, scale, per_group, group = _PACKED[ggml_type]
-    return int(rows * cols * code) + rows * (cols // group) * scale * per_group
+    """Bytes of a weight as it will lie in memory; a vector is f32. ValueError for an unknown type."""
+    return 4 * shape[0] if len(shape) == 1 else _native.packed_bytes(ggml_type, shape[0], prod(shape[1:]))
 
 
 @dataclass(frozen=True, slots=True)
