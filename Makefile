@@ -17,7 +17,7 @@ needs = $(PY) -c "import sys, tomllib; t = tomllib.load(open('pyproject.toml', '
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup run test test-models lint format bits bits-arm sanitize bench bench-peers sz clean
+.PHONY: help setup run test test-models lint format bits bits-arm sanitize bench bench-peers guard sz clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | awk -F'\t' '{ printf "  make %-12s %s\n", $$1, $$2 }'
@@ -57,18 +57,22 @@ bits: $(READY) ## hash every kernel on every instruction set of this machine and
 bits-arm: ## the same for NEON under emulation (needs g++-aarch64-linux-gnu and qemu-user)
 	bash native/tests/bits_arm.sh
 
-# The sanitized module lives in a virtual environment of its own that borrows the packages of .venv, so that child processes use it too.
-SAN     := build/sanitize
-SANSITE  = $(shell $(PY) -c "import sysconfig; print(sysconfig.get_path('purelib', vars={'base': '$(SAN)/venv'}))")
+# $(call apart,FOLDER,SOURCE,OPTIONS): SOURCE, built and installed in FOLDER, in a virtual environment that borrows the packages of .venv:
+# a whole Python of its own, which child processes use too.
+site = $(shell $(PY) -c "import sysconfig; print(sysconfig.get_path('purelib', vars={'base': '$(1)/venv'}))")
+define apart
+	$(PY) -m venv --clear --without-pip $(1)/venv
+	CMAKE_BUILD_PARALLEL_LEVEL=$(JOBS) $(PIP) --no-build-isolation --no-deps --upgrade --target $(call site,$(1)) -C build-dir=$(CURDIR)/$(1)/cmake $(3) $(2)
+	$(PY) -c "import sysconfig; print(sysconfig.get_path('purelib'))" > $(call site,$(1))/packages.pth
+endef
+
+SAN      = build/sanitize
 RUNTIME  = $(shell $${CXX:-g++} -print-file-name=libasan.so):$(shell $${CXX:-g++} -print-file-name=libstdc++.so)
 SLICE    = tests/kernels tests/hostile $(addprefix tests/laws/test_,isa.py mixed_batches.py pause_and_continue.py)
 CHECKED  = env ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1
 
 sanitize: $(VENV)/.test ## kernels, packing, runtime and hostile files under ASan and UBSan
-	$(PY) -m venv --clear --without-pip $(SAN)/venv
-	QUAFF_SANITIZE=ON CMAKE_BUILD_PARALLEL_LEVEL=$(JOBS) $(PIP) --no-build-isolation --no-deps --upgrade --target $(SANSITE) \
-	  -C build-dir=$(SAN)/cmake -C cmake.define.QUAFF_TESTS=ON .
-	$(PY) -c "import sysconfig; print(sysconfig.get_path('purelib'))" > $(SANSITE)/packages.pth
+	$(call apart,$(SAN),.,-C cmake.define.QUAFF_SANITIZE=ON -C cmake.define.QUAFF_TESTS=ON)
 	for program in bits linear_check threads_check; do $(CHECKED) $(SAN)/cmake/$$program || exit 1; done
 	$(CHECKED) LD_PRELOAD=$(RUNTIME) $(SAN)/venv/bin/python -m pytest --numprocesses $(JOBS) -p no:cacheprovider $(SLICE) -m "not models"
 
@@ -78,6 +82,26 @@ bench: $(READY) ## prompt and decode speed of MODEL, with the control, and the m
 PEERS := build/peers
 bench-peers: $(READY) $(PEERS)/.ready ## quaff, llama.cpp and OpenVINO by turns on the same files; ARGS="--models smollm2-q8_0" shortens it
 	$(PY) -m benchmarks.peers --peers $(PEERS)/bin/python $(ARGS)
+
+# Without BASE: the commit under the changes of the working tree, or the one before when there are none. A base is built once.
+# With -I neither PYTHONPATH nor the folder we stand in can put one side's code in the place of the other's.
+GUARD := build/guard
+BASE  ?= $(if $(shell git status --porcelain),HEAD,HEAD~1)
+guard: $(READY) ## speed of the working tree against BASE, by turns: fails when prefill or decode lost more than 1 % and the noise
+	base=$$(git rev-parse --verify --short=12 "$(BASE)^{commit}") && $(MAKE) --no-print-directory $(GUARD)/$$base/.ready && \
+	  $(MAKE) --no-print-directory guard-run BASE=$$base
+
+.PHONY: guard-run
+guard-run:
+	$(call apart,$(GUARD)/tree,.)
+	git show HEAD:benchmarks/ledger.jsonl > $(GUARD)/ledger.jsonl 2>/dev/null || rm -f $(GUARD)/ledger.jsonl
+	$(PY) -m quaff.measure.guard $(MODEL) --base "$(GUARD)/$(BASE)/venv/bin/python -I -m quaff" --base-name "commit $(BASE)" \
+	  --ours "$(GUARD)/tree/venv/bin/python -I -m quaff" --ledger $(GUARD)/ledger.jsonl $(ARGS)
+
+$(GUARD)/%/.ready:
+	rm -rf $(@D) && mkdir -p $(@D)/source && git archive $* | tar -x -C $(@D)/source
+	$(call apart,$(@D),$(@D)/source)
+	@touch $@
 
 sz: ## lines per folder
 	@git ls-files src native tests benchmarks | grep -E '\.(py|pyi|cpp|h|sh)$$' | xargs wc -l | grep -v ' total$$' | \

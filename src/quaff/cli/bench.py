@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Annotated, TypeVar, cast, get_args
 
 import typer
@@ -29,12 +30,16 @@ def bench(
     repetitions: Annotated[int, typer.Option("--repetitions", "-r", min=1, help="Measured runs of each test, after a warm-up.")] = 5,
     roofline: Annotated[bool, typer.Option("--roofline", help="Measure every cache level; show shares of the ceilings.")] = False,
     profile: Annotated[bool, typer.Option("--profile", help="Time every op, at depths 0, 1024 and 4096 without -d.")] = False,
+    ledger: Annotated[
+        Path | None, typer.Option("--ledger", help="Append the figures to this file, a JSON line.", show_default=False)
+    ] = None,
     output: Annotated[OutputName, typer.Option("--output", "-o", help="How to print the report.")] = "md",
     as_json: Json = False,
 ) -> None:
     """Measure tokens per second."""
     from quaff import _native
     from quaff.llm import load
+    from quaff.measure import ledger as lines
     from quaff.measure.bench import Plan, run_bench
     from quaff.measure.forecast import Trial
     from quaff.measure.report import bench_json, bench_markdown
@@ -51,12 +56,17 @@ def bench(
     ]
     plan_threads = numbers("-t", threads, least=1) if threads is not None else (_native.default_threads(),)
     schedules = listed(schedule, schedule_name)
+    if ledger is not None:
+        lines.read(ledger)  # A damaged file is reported before minutes are spent.
     with Bar() as bar, load(model, threads=max(plan_threads), chunk=chunk, progress=bar.step) as llm:
         if depth is None:
             trials = [t for t in trials if not t.depth or t.positions <= llm.context]
         report = run_bench(llm, Plan(tuple(trials), plan_threads, schedules, chunk, repetitions, roofline, profile), bar.step)
         bar.close()
-        print(render("json" if as_json else output, bench_json(report), "results", lambda: bench_markdown(report, roofline)))
+        values = bench_json(report)
+        if ledger is not None:
+            lines.append(ledger, lines.entry(values))
+        print(render("json" if as_json else output, values, "results", lambda: bench_markdown(report, roofline)))
 
 
 def listed(text: str, parse: Callable[[str], T]) -> tuple[T, ...]:
