@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import re
 import statistics
 import subprocess
@@ -291,6 +292,8 @@ def main() -> None:
     rng = np.random.default_rng(args.seed)
     probe = partial(_native.measure_bandwidth, args.threads, PROBE_MEGABYTES)
     rows: list[dict[str, Any]] = []
+    if (load := os.getloadavg()[0]) > 0.5:
+        print(f"load average {load:.1f}: other programs are at work, and the speeds will suffer", file=sys.stderr)
     for name in args.models.split(","):
         path = model_file(name, args.peers)
         about = content(path)
