@@ -49,7 +49,8 @@ struct Tokens {
 };
 
 // Scales and minimums of the first `count` groups of a chunk as f32, [group][row]. Products are exact.
-template <class V> QUAFF_INLINE void expand_scales(const Weight& w, const uint8_t* block, int64_t count, float* scale, float* min) {
+template <class V>
+[[gnu::noinline]] static void expand_scales(const Weight& w, const uint8_t* block, int64_t count, float* scale, float* min) {
     switch (w.scales) {
     case Scales::kHalf:
         for (int64_t g = 0; g < count; g++, block += sizeof(HalfScales))

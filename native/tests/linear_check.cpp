@@ -239,16 +239,16 @@ void speed(const std::string& only, int threads) {
             for (int64_t i = 0; i < copies; i++)
                 std::memcpy(memory.get() + i * packed.bytes, packed.w.data, size_t(packed.bytes));
             std::printf("%-7s %5d x %5d:", ggml_type_name(form.type), int(rows), int(cols));
-            for (int64_t tokens : {1, 4, 512}) {
+            for (int64_t tokens : {1, 2, 4, 6, 512}) {
                 const Activations a(tokens, cols);
                 std::vector<float> out(size_t(tokens * rows));
                 Weight w = packed.w;
                 const LinearArgs args{&w, tokens, &a.view, a.x.data(), cols, nullptr, out.data(), rows, nullptr, false};
                 const int64_t unit =
-                    tokens > 4 ? table.panels_per_unit : std::max<int64_t>(1, std::min(panels / (4 * threads), kBlock / w.panel_bytes));
-                const int64_t passes = tokens > 4 ? 1 : copies;
+                    tokens > 6 ? table.panels_per_unit : std::max<int64_t>(1, std::min(panels / (4 * threads), kBlock / w.panel_bytes));
+                const int64_t passes = tokens > 6 ? 1 : copies;
                 double best = 1e30, plain = 1e30;
-                for (int repeat = 0; repeat < (tokens > 4 ? 9 : 7); repeat++) {
+                for (int repeat = 0; repeat < (tokens > 6 ? 9 : 7); repeat++) {
                     double start = now();
                     for (int64_t i = 0; i < passes; i++) {
                         w.data = memory.get() + i * packed.bytes;
@@ -257,14 +257,14 @@ void speed(const std::string& only, int threads) {
                         });
                     }
                     best = std::min(best, (now() - start) / double(passes));
-                    if (tokens > 4)
+                    if (tokens > 6)
                         continue;
                     start = now();
                     pool.run(copies * packed.bytes / kBlock, [&](int64_t u, int) { table.read(memory.get() + u * kBlock, kBlock); });
                     plain = std::min(plain, (now() - start) * double(packed.bytes) / double(copies * packed.bytes / kBlock * kBlock));
                 }
                 const double macs = double(rows) * double(cols) * double(tokens) / best;
-                if (tokens > 4)
+                if (tokens > 6)
                     std::printf(" | %d tokens %6.1f GMAC/s, %3.0f %% of spin", int(tokens), macs / 1e9, 100 * macs / peak);
                 else
                     std::printf(" | %d %5.1f GB/s, %3.0f %% of a read", int(tokens), double(packed.bytes) / best / 1e9, 100 * plain / best);
