@@ -119,7 +119,7 @@ def command(phase: str) -> str:
 
 
 def guarded(model: Path, ours: str, *more: str) -> subprocess.CompletedProcess[str]:
-    short = ["-p", "8", "-n", "4", "-t", "1", "-r", "1", "--rounds", "2", "--most", "2"]
+    short = ["-p", "1024", "-n", "16", "-t", "1", "-r", "3", "--rounds", "2", "--most", "2"]
     whole = [sys.executable, "-m", "quaff.measure.guard", str(model), "--base", command("none"), "--ours", ours, *short, *more]
     return subprocess.run(whole, capture_output=True, text=True)
 
@@ -132,7 +132,7 @@ def test_a_slowdown_in_a_phase_fires_the_guard_and_names_it(model: Path, phase: 
     assert phase in report["lost"]
     ratios = {v["phase"]: v["ratio"] for v in report["verdicts"]}
     assert ratios[phase] < ratios[other]
-    assert f"{phase} {'pp8' if phase == 'prefill' else 'tg4'}: " in done.stdout
+    assert f"{phase} {'pp1024' if phase == 'prefill' else 'tg16'}: " in done.stdout
     for denominator in ("to our own token-major control", "to commit abc, paired", "to the last ledger line: none"):
         assert denominator in done.stdout
 
