@@ -132,11 +132,11 @@ def run_bench(llm: LLM, plan: Plan, progress: Progress | None = None) -> BenchRe
     before = _load_average()
     results: list[Result] = []
     ceilings: list[Ceilings] = []
-    with Stand(llm, plan) as stand:
+    with Stand(llm, plan, progress) as stand:
         for threads in plan.threads:
             llm.configure(threads=threads)
             limits = measure_ceilings(threads, plan.roofline)
-            results += stand.run(limits, progress)
+            results += stand.run(limits)
             # Probed on both sides of what it is compared with: shared hosts change within minutes.
             ceilings.append(limits.probed_again(probe_memory(threads)))
     return BenchReport(llm.describe(), tuple(results), tuple(ceilings), (before, _load_average()))
@@ -154,7 +154,8 @@ def check_trials(trials: tuple[Trial, ...], context: int) -> None:
 class Stand:
     """Runs the trials of a plan. Holds their prompts, and the states that tests at a depth start from; close it to free them."""
 
-    def __init__(self, llm: LLM, plan: Plan) -> None:
+    def __init__(self, llm: LLM, plan: Plan, progress: Progress | None = None) -> None:
+        self._progress = progress or _silent
         self.llm = llm
         self.plan = plan
         numbers = random.Random(SEED)
@@ -171,7 +172,7 @@ class Stand:
     def __exit__(self, *_: object) -> None:
         self._stack.close()
 
-    def run(self, limits: Ceilings, progress: Progress | None = None) -> Iterator[Result]:
+    def run(self, limits: Ceilings) -> Iterator[Result]:
         """Prompts in every schedule, then generation in the first: a row at a time has one order only."""
         plan = self.plan
         prompts = [trial for trial in plan.trials if trial.prompt]
@@ -179,17 +180,16 @@ class Stand:
         jobs = [(schedule, trial) for schedule in plan.schedules for trial in prompts] + [(plan.schedules[0], trial) for trial in rest]
         for schedule, trial in jobs:
             self.llm.configure(schedule=schedule, chunk=plan.chunk)
-            yield self._measure(trial, limits, progress, len(plan.threads) * len(jobs))
+            yield self._measure(trial, limits, len(plan.threads) * len(jobs))
 
-    def _measure(self, trial: Trial, limits: Ceilings, progress: Progress | None, jobs: int) -> Result:
+    def _measure(self, trial: Trial, limits: Ceilings, jobs: int) -> Result:
         llm, samples, spent = self.llm, [], Counters()
         for i in range(self.plan.repetitions + 1):
             seconds, spent = self._once(trial)
             if i:
                 samples.append(trial.tokens / seconds)
             self._done += 1
-            if progress is not None:
-                progress("measuring", self._done, jobs * (self.plan.repetitions + 1))
+            self._progress("measuring", self._done, jobs * (self.plan.repetitions + 1))
         stages = forecast(llm.graph, llm.engine.runner.costs, llm.order, trial)
         ops = self._profile(trial, stages, limits) if self.plan.profile else ()
         work = tuple(stage.work for stage in stages)
@@ -230,8 +230,16 @@ class Stand:
             return None
         key = (depth, sequence)
         if key not in self._states:
-            self._states[key] = self._stack.enter_context(self.llm.prefill(self._tokens[sequence][:depth], logits="none").state)
+            tokens = self._tokens[sequence][:depth]
+            read = self.llm.prefill(
+                tokens, logits="none", progress=lambda done, whole: self._progress(f"reading {depth} tokens", done, whole)
+            )
+            self._states[key] = self._stack.enter_context(read.state)
         return self._states[key]
+
+
+def _silent(label: str, done: int, total: int) -> None:
+    """No one watches."""
 
 
 def _ignore(position: int, row: Any) -> None:

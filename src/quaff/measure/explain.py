@@ -108,8 +108,8 @@ def run(llm: LLM, explanation: Explanation, repetitions: int, progress: Progress
     """The same with every schedule measured beside its prediction: `repetitions` after a warm-up."""
     chunk = max(cost.order.chunk for cost in explanation.costs)
     plan = Plan((explanation.trial,), (explanation.ceilings.threads,), ("token", "chunk", "layer"), chunk, repetitions)
-    with Stand(llm, plan) as stand:
-        results = {result.schedule: result for result in stand.run(explanation.ceilings, progress)}
+    with Stand(llm, plan, progress) as stand:
+        results = {result.schedule: result for result in stand.run(explanation.ceilings)}
     return replace(explanation, costs=tuple(replace(cost, measured=results.get(cost.order.name)) for cost in explanation.costs))
 
 
