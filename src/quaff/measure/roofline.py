@@ -41,7 +41,7 @@ class Efficiency:
     stream: float
 
 
-EFFICIENCY = Efficiency(int8=0.35, fma=0.7, stream=0.55)
+EFFICIENCY = Efficiency(int8=0.5, fma=0.74, stream=0.85)
 """What `predicted` seconds assume; docs/measuring.md says where the figures come from and how to renew them."""
 
 
