@@ -431,17 +431,26 @@ private:
         });
     }
 
+    // A unit is one head's part of one page: keys lie transposed, so neighbouring rows share cache lines and must not be split among workers.
     void kv_write(const Op& op) {
         const PagePool& pool = *pools_[static_cast<size_t>(op.ints[0])];
         const int64_t heads = op.ints[2], dim = op.ints[3], offset = op.ints[1] * heads * pool.head_elements();
-        each_row([&](int64_t i, int) {
-            const int64_t position = position_of(i);
-            uint16_t* page =
-                pages_[static_cast<size_t>(op.ints[0])][static_cast<size_t>(segment_of(i))][static_cast<size_t>(position / kPage)];
-            for (int64_t h = 0; h < heads; ++h) {
+        std::vector<int64_t> begins; // cell rows at which a segment or a page begins
+        for (int64_t i = 0; i < cell_size(); ++i)
+            if (i == 0 || segment_of(i) != segment_of(i - 1) || position_of(i) / kPage != position_of(i - 1) / kPage)
+                begins.push_back(i);
+        const auto blocks = static_cast<int64_t>(begins.size());
+        begins.push_back(cell_size());
+        rt_.pool_.run(cell_size() > 1 ? blocks * heads : 1, [&](int64_t u, int) {
+            const int64_t head0 = cell_size() > 1 ? u % heads : 0, head1 = cell_size() > 1 ? head0 + 1 : heads, block = u / heads;
+            const int64_t begin = begins[static_cast<size_t>(block)], end = begins[static_cast<size_t>(block + 1)];
+            uint16_t* page = pages_[static_cast<size_t>(op.ints[0])][static_cast<size_t>(segment_of(begin))]
+                                   [static_cast<size_t>(position_of(begin) / kPage)];
+            for (int64_t h = head0; h < head1; ++h) {
                 uint16_t* k = page + offset + h * pool.head_elements();
-                k_.kv_write(buffer_row(op.inputs[0], i) + h * dim, buffer_row(op.inputs[1], i) + h * dim, k, k + kPage * dim, dim,
-                            position % kPage);
+                for (int64_t i = begin; i < end; ++i)
+                    k_.kv_write(buffer_row(op.inputs[0], i) + h * dim, buffer_row(op.inputs[1], i) + h * dim, k, k + kPage * dim, dim,
+                                position_of(i) % kPage);
             }
         });
         result_.counters.kv_bytes_written += cell_size() * heads * dim * 4;
