@@ -40,7 +40,7 @@ struct Slab {
 
 } // namespace
 
-std::shared_ptr<uint8_t> weight_memory(size_t bytes) {
+std::shared_ptr<uint8_t> slab_memory(size_t bytes) {
     static std::mutex mutex;
     static std::weak_ptr<Slab> open; // the slab that is being filled, while something in it lives
     bytes = up(bytes ? bytes : 1, 64);

@@ -1,4 +1,4 @@
-// Memory of weights: many weights share slabs of huge pages. With pages of 4 KiB a pass over a model is bound by address translation.
+// Memory of weights and KV pages: many share slabs of huge pages. With pages of 4 KiB a pass over a model is bound by address translation.
 #pragma once
 #include <cstddef>
 #include <cstdint>
@@ -7,6 +7,6 @@
 namespace quaff {
 
 // `bytes` bytes, 64-byte aligned, not initialised. A slab lives as long as anything in it. Any thread may call; throws std::bad_alloc.
-std::shared_ptr<uint8_t> weight_memory(size_t bytes);
+std::shared_ptr<uint8_t> slab_memory(size_t bytes);
 
 } // namespace quaff

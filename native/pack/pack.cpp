@@ -357,7 +357,7 @@ PackedWeight pack_weight(int32_t ggml_type, const uint8_t* data, int64_t size, i
     w = shape_of(*type, rows, cols);
     packed.bytes = panel_count(w) * w.panel_bytes;
     packed.ggml_type = ggml_type;
-    packed.storage = weight_memory(size_t(packed.bytes));
+    packed.storage = slab_memory(size_t(packed.bytes));
     uint8_t* base = packed.storage.get();
     w.data = base;
     if (!is_integer(w.codes))

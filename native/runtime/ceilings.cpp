@@ -51,7 +51,7 @@ double measure_fma(int threads, double seconds) {
 
 double measure_bandwidth(int threads, int64_t megabytes) {
     const std::shared_ptr<uint8_t> buffer =
-        weight_memory(static_cast<size_t>(megabytes * kBlock)); // pages of the same size as those of weights
+        slab_memory(static_cast<size_t>(megabytes * kBlock)); // pages of the same size as those of weights
     const auto read = kernels().read;
     ThreadPool pool(threads);
     pool.run(megabytes, [&](int64_t u, int) { std::memset(buffer.get() + u * kBlock, 1, kBlock); });
@@ -66,7 +66,7 @@ double measure_bandwidth(int threads, int64_t megabytes) {
 
 double measure_cache(int threads, int64_t kilobytes, double seconds) {
     const int64_t bytes = kilobytes << 10, spread = bytes + 4096; // of each thread; not at equal distances of a power of two
-    const std::shared_ptr<uint8_t> buffer = weight_memory(static_cast<size_t>(spread * threads));
+    const std::shared_ptr<uint8_t> buffer = slab_memory(static_cast<size_t>(spread * threads));
     std::memset(buffer.get(), 1, static_cast<size_t>(spread * threads));
     // At least 256 KiB between two looks at the clock.
     return sum_of_rates(threads, seconds, [&, read = kernels().read, times = std::max<int64_t>(1, (kBlock / 4) / bytes)](int64_t unit) {

@@ -24,19 +24,15 @@ public:
 
     int32_t take(); // throws std::bad_alloc
     int32_t copy(int32_t page);
-    void give(int32_t page); // the memory goes back to the system
+    void give(int32_t page); // its memory serves the next page; the last page gives all of it back
     bool holds(int32_t page) const { return page >= 0 && page < static_cast<int32_t>(pages_.size()) && pages_[page]; }
     uint16_t* data(int32_t page) const { return pages_[page].get(); }
 
 private:
-    struct Free {
-        void operator()(uint16_t* p) const;
-    };
-    using Page = std::unique_ptr<uint16_t, Free>;
-    int32_t place(Page page);
+    using Page = std::shared_ptr<uint16_t>;
 
     int64_t layers_, kv_heads_, dim_, in_use_ = 0;
-    std::vector<Page> pages_;
+    std::vector<Page> pages_, spare_;
     std::vector<int32_t> free_;
 };
 

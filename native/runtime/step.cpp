@@ -1,11 +1,10 @@
 #include "step.h"
 #include "dispatch.h"
+#include "pack/memory.h"
 
 #include <algorithm>
 #include <chrono>
 #include <cmath>
-#include <cstdlib>
-#include <new>
 #include <stdexcept>
 #include <string>
 
@@ -37,6 +36,8 @@ constexpr int64_t kRowsPerUnit = 4;
 // Bytes of weights a worker claims at once when a cell has few rows: claiming costs about 50 ns, reading this much about 2 us.
 constexpr int64_t kBytesPerUnit = 64 << 10;
 constexpr int64_t kFewRows = 4;
+// The height of a tile in panels, and so the least that a worker claims of a layer with many rows.
+constexpr int64_t kLeastPanels = 2;
 // Fewer attention tiles than this for each thread leave threads idle: then the pages of a tile are shared out, so many at once.
 constexpr int64_t kFewTiles = 4;
 constexpr int32_t kPagesPerUnit = 4;
@@ -47,11 +48,8 @@ uint8_t* Arena::reserve(size_t bytes) {
     if (bytes > bytes_) {
         memory_.reset();
         bytes_ = 0;
-        auto* p = static_cast<uint8_t*>(std::aligned_alloc(kAlign, aligned(bytes)));
-        if (!p)
-            throw std::bad_alloc();
-        memory_ = {p, std::free};
-        bytes_ = aligned(bytes);
+        memory_ = slab_memory(bytes);
+        bytes_ = bytes;
     }
     return memory_.get();
 }
@@ -402,11 +400,10 @@ private:
                 a.out_stride = program_->buffer(out).width;
             }
             const int64_t panels = panel_count(w);
-            int64_t per_unit = k_.panels_per_unit;
+            int64_t per_unit = std::clamp<int64_t>(panels / (8 * rt_.threads()), kLeastPanels, k_.panels_per_unit);
             if (rows <= kFewRows) {
-                const int64_t share = std::max<int64_t>(1, panels / (4 * rt_.threads()));
-                const int64_t want = std::min(share, kBytesPerUnit / std::max<int64_t>(1, w.panel_bytes));
-                per_unit = std::max(per_unit, want / per_unit * per_unit);
+                const int64_t want = std::min(panels / (4 * rt_.threads()), kBytesPerUnit / std::max<int64_t>(1, w.panel_bytes));
+                per_unit = std::max<int64_t>(k_.panels_per_unit, want / k_.panels_per_unit * k_.panels_per_unit);
             }
             panels_per_unit[j] = per_unit;
             first[j + 1] = first[j] + (panels + per_unit - 1) / per_unit;

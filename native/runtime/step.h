@@ -43,7 +43,7 @@ public:
     size_t bytes() const { return bytes_; }
 
 private:
-    std::unique_ptr<uint8_t, void (*)(void*)> memory_{nullptr, nullptr};
+    std::shared_ptr<uint8_t> memory_;
     size_t bytes_ = 0;
 };
 

@@ -1,6 +1,9 @@
 #include "threads.h"
 
 #include <chrono>
+#include <stdexcept>
+#include <string>
+#include <system_error>
 
 #if defined(__x86_64__)
 #include <immintrin.h>
@@ -37,12 +40,21 @@ template <typename Ready> bool spin(Ready&& ready) {
 } // namespace
 
 ThreadPool::ThreadPool(int threads) {
-    workers_.reserve(threads > 1 ? threads - 1 : 0);
-    for (int i = 1; i < threads; ++i)
-        workers_.emplace_back([this, i] { loop(i); });
+    workers_.reserve(threads > 1 ? static_cast<size_t>(threads - 1) : 0);
+    try {
+        for (int i = 1; i < threads; ++i)
+            workers_.emplace_back([this, i] { loop(i); });
+    } catch (const std::system_error&) {
+        const size_t started = workers_.size();
+        end();
+        throw std::runtime_error("the system refuses a thread after " + std::to_string(started + 1) + " of " + std::to_string(threads) +
+                                 "; ask for fewer threads");
+    }
 }
 
-ThreadPool::~ThreadPool() {
+ThreadPool::~ThreadPool() { end(); }
+
+void ThreadPool::end() {
     stop_.store(true);
     epoch_.fetch_add(1);
     epoch_.notify_all();

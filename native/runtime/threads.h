@@ -9,7 +9,7 @@ namespace quaff {
 
 class ThreadPool {
 public:
-    explicit ThreadPool(int threads); // the caller of run() is one of them
+    explicit ThreadPool(int threads); // the caller of run() is one of them; throws std::runtime_error when the system refuses one
     ~ThreadPool();
     ThreadPool(const ThreadPool&) = delete;
     ThreadPool& operator=(const ThreadPool&) = delete;
@@ -33,6 +33,7 @@ private:
     void start(Call call, void* context, int64_t units);
     bool work(int worker); // runs units until none is left; true when it ran one
     void loop(int worker);
+    void end();
 
     // Units in the high half, next unit in the low half: one compare-and-swap claims a unit of the job that is current at that moment.
     alignas(64) std::atomic<uint64_t> state_{0};

@@ -234,7 +234,7 @@ void speed(const std::string& only, int threads) {
             const PackedWeight packed = pack_weight(form.type, data.data(), int64_t(data.size()), rows, cols, threads);
             const int64_t copies = kMemory / packed.bytes + 1, panels = panel_count(packed.w),
                           scratch_bytes = int64_t(linear_scratch_bytes(packed.w)) + 64;
-            const std::shared_ptr<uint8_t> memory = weight_memory(size_t(copies * packed.bytes));
+            const std::shared_ptr<uint8_t> memory = slab_memory(size_t(copies * packed.bytes));
             Aligned<uint8_t> scratch(size_t(threads * scratch_bytes));
             for (int64_t i = 0; i < copies; i++)
                 std::memcpy(memory.get() + i * packed.bytes, packed.w.data, size_t(packed.bytes));

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from quaff import _native
 from quaff.batch import Batch, Counters, Logits
-from quaff.errors import MemoryBudgetError
+from quaff.errors import ConfigError, MemoryBudgetError
 from quaff.graph.program import Graph, Op, StageSpec
 from quaff.schedule import Cell, CompiledSchedule, Grid, Order, StageCost, compile_cells, compile_order, predict, stage_costs
 from quaff.weights.budget import Accountant
@@ -57,7 +57,10 @@ class Runner:
         self.set_threads(threads)
 
     def set_threads(self, threads: int) -> None:
-        self._runtime = _native.Runtime(threads)
+        try:
+            self._runtime = _native.Runtime(threads)
+        except RuntimeError as error:
+            raise ConfigError(str(error)) from None
         self.threads = threads
 
     def start_profile(self) -> None:
