@@ -24,18 +24,18 @@ from quaff.checkpoint import Checkpoint, open_checkpoint
 from quaff.config import Activations, EngineConfig, ModelConfig, Schedule
 from quaff.engine.engine import Engine, FinishReason, Request
 from quaff.engine.runner import Runner
-from quaff.engine.sampler import SamplingParams, StopMatcher
-from quaff.errors import ConfigError, PromptError, QuaffError, located
+from quaff.engine.sampler import SamplingParams, StopMatcher, refused
+from quaff.errors import ConfigError, MemoryBudgetError, PromptError, QuaffError, located, quote
 from quaff.graph.builder import build_graph
 from quaff.graph.program import Graph
 from quaff.models import family
 from quaff.schedule import Order, choose_order, default_chunk
 from quaff.tokenizer import Tokenizer
-from quaff.weights.budget import Accountant, available_memory_bytes
+from quaff.weights.budget import Accountant, available_memory_bytes, human_bytes
 from quaff.weights.resident import ResidentWeights
 
-Prompt = str | Sequence[int]
-"""A text, or token ids that are used as they are."""
+Prompt = str | Sequence[int] | NDArray[np.integer[Any]]
+"""A text, or token ids (ints, or a one-dimensional array of integers) that are used as they are."""
 Progress = Callable[[int, int], None]
 """(multiply-accumulates done, in all) of reading prompts."""
 LoadProgress = Callable[[str, int, int], None]
@@ -101,8 +101,14 @@ class State:
 
     def sequence(self) -> int:
         if self.closed:
-            raise ValueError("the state is closed")
+            raise ConfigError("the state is closed")
         return self._sequence
+
+    def base(self, engine: Engine) -> tuple[int, tuple[int, ...]]:
+        """(sequence, tokens) for a request of the engine that made this state; ConfigError for another, and when closed."""
+        if self._engine is not engine:
+            raise ConfigError("the state belongs to another model; compute it with the model that is to use it")
+        return self.sequence(), self.tokens
 
     def kv_sha256(self) -> str:
         """Hash of K and V at the positions that a next row can see, per KV kind, layer and head."""
@@ -309,6 +315,7 @@ def load(
     config = EngineConfig(threads, chunk, schedule, activations, context, memory_limit_bytes, fuse)
     if isa is not None:
         set_isa(isa)
+    _check_isa()
     path = hub.resolve(model, progress)
     with located(path), open_checkpoint(path) as checkpoint:
         return LLM(checkpoint, config, (lambda done, total: progress("packing weights", done, total)) if progress else None)
@@ -316,10 +323,40 @@ def load(
 
 def set_isa(name: str) -> None:
     """Choose the instruction set of all models in this process; ConfigError lists what this machine has."""
+    if not isinstance(name, str):
+        raise ConfigError(f"isa is {name!r}; expected one of {', '.join(_native.available_isas())}")
     try:
         _native.set_isa(name)
     except ValueError as error:
         raise ConfigError(str(error)) from None
+
+
+def _check_isa() -> None:
+    # The first use of the kernels reads QUAFF_ISA; a wrong value is found here, not in the middle of packing weights.
+    try:
+        _native.isa()
+    except ValueError as error:
+        raise ConfigError(f"QUAFF_ISA: {error}") from None
+
+
+def _token_ids(prompt: object) -> list[int]:
+    """Plain ints of a sequence of ids; PromptError names the first item that is none. A bool is no id, and a float is never rounded."""
+    if isinstance(prompt, np.ndarray):
+        if prompt.ndim != 1:
+            raise PromptError(f"the prompt is an array of {prompt.ndim} dimensions; expected one dimension of token ids")
+    elif not isinstance(prompt, Sequence) or isinstance(prompt, str | bytes | bytearray | memoryview):
+        raise PromptError(f"the prompt is of type {type(prompt).__name__}; expected a text or a sequence of token ids")
+    for i, token in enumerate(prompt):
+        if isinstance(token, bool) or not isinstance(token, int | np.integer):
+            raise PromptError(f"item {i} of the prompt is {quote(repr(token))}; expected a token id, an integer")
+    return [int(token) for token in prompt]
+
+
+def _is_several(prompt: object) -> bool:
+    """True for a sequence of texts or of id sequences; what is neither is for `encode` to refuse."""
+    if not isinstance(prompt, Sequence) or isinstance(prompt, str | bytes | bytearray | memoryview) or not len(prompt):
+        return False
+    return isinstance(prompt[0], str | Sequence | np.ndarray) and not isinstance(prompt[0], bytes | bytearray | memoryview)
 
 
 def _measured_chunk(bytes_per_weight: float, threads: int) -> int:
@@ -387,9 +424,9 @@ class LLM:
                 set_isa(isa)
             if threads is not None:
                 self.engine.runner.set_threads(threads)
-            self.chunk = chunk or self.chunk
             if chunk is not None or schedule is not None:
-                self.engine.set_order(choose_order(schedule or self.order.name, self.chunk))
+                self.engine.set_order(choose_order(schedule or self.order.name, chunk or self.chunk))
+            self.chunk = chunk or self.chunk
 
     def describe(self) -> dict[str, Any]:
         """What this model is and how it runs, as plain values for reports."""
@@ -429,8 +466,8 @@ class LLM:
 
     def encode(self, prompt: Prompt) -> list[int]:
         """Token ids of a prompt: a text with the special tokens its model wants, ids as they are. PromptError when it cannot be run."""
-        tokens = self.tokenizer.encode(prompt) if isinstance(prompt, str) else [int(t) for t in prompt]
-        if not tokens or prompt == "":
+        tokens = self.tokenizer.encode(prompt) if isinstance(prompt, str) else _token_ids(prompt)
+        if not tokens or (isinstance(prompt, str) and not prompt):
             raise PromptError("the prompt is empty; give at least one token")
         if len(tokens) > self.context:
             limit = "the model's context" if self.context == self.config.context_length else "the context"
@@ -476,12 +513,8 @@ class LLM:
         A prefix that prompts share with `state` is not computed again. Every prompt is checked before any work starts. One prompt raises
         its error; of several, those that fail carry theirs.
         """
-        if isinstance(prompt, str) or not len(prompt) or isinstance(prompt[0], int | np.integer):
-            single = True
-            prompts: list[Prompt] = [prompt]  # type: ignore[list-item]
-        else:
-            single = False
-            prompts = list(prompt)  # type: ignore[arg-type]
+        single = not _is_several(prompt)
+        prompts: list[Prompt] = [prompt] if single else list(prompt)  # type: ignore[list-item, arg-type]
         each = [params or SamplingParams()] * len(prompts) if params is None or isinstance(params, SamplingParams) else list(params)
         if len(each) != len(prompts):
             raise ConfigError(f"{len(prompts)} prompts need as many sampling parameters, not {len(each)}")
@@ -541,14 +574,14 @@ class LLM:
         `logits`: which rows to keep; "sha256" hashes every row without keeping it. The head runs only for rows that are asked for.
         """
         tokens = self.encode(prompt)
-        rows: list[NDArray[np.float32]] = []
+        kept = np.empty((0, self.config.vocab), dtype=np.float32)
+        filled = 0
         digest = sha256() if logits in ("all", "sha256") else None
 
         def on_logits(position: int, row: NDArray[np.float32]) -> None:
-            if logits != "all":
-                rows.clear()
-            # A view would keep the logits of the whole step alive.
-            rows.append(row.copy())
+            nonlocal filled
+            filled = filled + 1 if logits == "all" else 1
+            kept[filled - 1] = row
             if digest is not None:
                 digest.update(np.asarray(row, dtype="<f4").tobytes())
 
@@ -556,18 +589,30 @@ class LLM:
             raise ConfigError(f"logits is {logits!r}; expected none, last, all or sha256")
         first = None if logits == "none" else len(tokens) - 1 if logits == "last" else 0
         before, began = self.counters, time.perf_counter()
-        request = self._submit_prefill(tokens, first, on_logits, state)
-        self._run([request], progress)
+        # Another thread may run the request as soon as the lock is free; the memory of its result comes first.
+        with self.engine.lock:
+            request = self._submit_prefill(tokens, first, on_logits, state)
+            wanted = 0 if logits == "none" else len(tokens) - request.reused if logits == "all" else 1
+            try:
+                kept = self._result(wanted)
+            except MemoryBudgetError:
+                self._abandon([request])
+                raise
+        try:
+            self._run([request], progress)
+        finally:
+            # A result belongs to the caller, who may hold it as long as it likes.
+            with self.engine.lock:
+                self.accountant.give(kept.nbytes)
         if request.error is not None:
             raise request.error
         seconds = time.perf_counter() - began
-        kept = np.stack(rows) if logits == "all" and rows else rows[-1] if rows else None
         return PrefillResult(
             prompt_tokens=len(tokens),
             computed_tokens=request.computed,
             reused_tokens=request.reused,
             cancelled=request.finish_reason == "cancelled",
-            logits=kept,
+            logits=None if not filled else kept[:filled] if logits == "all" else kept[0],
             logits_sha256=digest.hexdigest() if digest is not None else None,
             seconds=seconds,
             counters=self.counters - before,
@@ -582,7 +627,10 @@ class LLM:
         logprobs: list[float] = []
 
         def on_logits(position: int, row: NDArray[np.float32]) -> None:
-            logprobs.append(float(_native.logprobs(row, np.array([tokens[position + 1]], dtype=np.int32))[0]))
+            try:
+                logprobs.append(float(_native.logprobs(row, np.array([tokens[position + 1]], dtype=np.int32))[0]))
+            except ValueError as error:
+                raise refused(error, position) from None
 
         before, began = self.counters, time.perf_counter()
         request = self.engine.submit(tokens[:-1], logits_from=0, on_logits=on_logits)
@@ -600,7 +648,7 @@ class LLM:
     # Inside
 
     def _submit(self, tokens: list[int], params: SamplingParams, reader: _Reader, state: State | None) -> Request:
-        base, base_tokens = (state.sequence(), state.tokens) if state is not None else (None, ())
+        base, base_tokens = state.base(self.engine) if state is not None else (None, ())
         return self.engine.submit(tokens, params=params, accept=reader.accept, base=base, base_tokens=base_tokens)
 
     def _submit_prefill(
@@ -610,8 +658,17 @@ class LLM:
         on_logits: Callable[[int, NDArray[np.float32]], None],
         state: State | None,
     ) -> Request:
-        base, base_tokens = (state.sequence(), state.tokens) if state is not None else (None, ())
+        base, base_tokens = state.base(self.engine) if state is not None else (None, ())
         return self.engine.submit(tokens, logits_from=logits_from, on_logits=on_logits, base=base, base_tokens=base_tokens, keep=True)
+
+    def _result(self, rows: int) -> NDArray[np.float32]:
+        need, what = rows * self.config.vocab * 4, f"the result, logits of {rows} rows,"
+        self.accountant.take(need, what)
+        try:
+            return np.empty((rows, self.config.vocab), dtype=np.float32)
+        except MemoryError:
+            self.accountant.give(need)
+            raise MemoryBudgetError(f"the system has no memory left for {what} of {human_bytes(need)}; shorten the prompt") from None
 
     def _run(self, requests: list[Request], progress: Progress | None) -> None:
         report = _PrefillProgress(self.engine, requests, progress) if progress else None

@@ -100,10 +100,11 @@ class Engine:
         self.set_order(order)
 
     def set_order(self, order: Order) -> None:
-        """Walk the grid in another order from the next step on; no bit depends on it."""
+        """Walk the grid in another order from the next step on; no bit depends on it. MemoryBudgetError when there is no room for it."""
         with self._working():
-            self.order = order
             scheduler = make_scheduler(order, self.runner.graph)
+            self._reserve_step(scheduler, order)
+            self.order = order
             self.block_rows = scheduler.prompt_rows
             for request in self._requests.values():
                 if request.admitted:
@@ -171,8 +172,10 @@ class Engine:
 
     def close(self) -> None:
         """End all requests, accept no more, and let go of the model."""
+        # The flags come before the lock, which is held by the step that they end.
+        self._closed = True
+        self.cancel()
         with self.lock:
-            self._closed = True
             self.cancel()
             self.sweep()
             self.runner.close()
@@ -198,7 +201,10 @@ class Engine:
                 on_step()
 
     def step(self, on_work: Callable[[int], None] | None = None) -> None:
-        """Run one batch and hand out its results. KeyboardInterrupt is raised after the finished prefix has been committed."""
+        """Run one batch and hand out its results.
+
+        KeyboardInterrupt, and what `on_work` raises, end the step early and are raised after the finished prefix has been committed.
+        """
         with self.lock, _interrupts_deferred(self.runner.control.cancel):
             if self._busy:
                 raise RuntimeError("a callback of a running step cannot run another one")
@@ -209,18 +215,37 @@ class Engine:
         self.runner.control.reset()
         self._sweep()
         self._admit()
-        work = self._scheduler.plan()
+        planned = self._scheduler.plan()
+        if not planned:
+            return
+        raised: list[BaseException] = []
+
+        def guarded(done: int) -> None:
+            # The step is everyone's: an error of one caller's function must not reach the requests of the others.
+            if on_work is None or raised:
+                return
+            try:
+                on_work(done)
+            except BaseException as error:
+                raised.append(error)
+                self.runner.control.cancel()
+
+        work, batch = self._batch(planned)
         if not work:
             return
         try:
-            batch = self._batch(work)
-            logits = self.runner.run(batch, self.order, on_work)
+            logits = self.runner.run(batch, self.order, guarded if on_work is not None else None)
             self.steps += 1
             self.counters += logits.counters
             self._commit(work, batch, logits)
+        except MemoryBudgetError as error:
+            # The request that came last made the step too large; without it the others go on.
+            self._fail(self._requests[max(w.request for w in work)], error)
         except Exception as error:
             for request in [self._requests[w.request] for w in work if w.request in self._requests]:
                 self._fail(request, error)
+        if raised:
+            raise raised[0]
 
     def sweep(self, blocking: bool = True) -> None:
         """Finish cancelled requests and free released sequences.
@@ -261,6 +286,11 @@ class Engine:
             positions = len(request.tokens) + (request.params.max_tokens if request.params else 0)
             try:
                 self.cache.reserve(request.sequence, min(positions, self.context), self.block_rows)
+                try:
+                    self._reserve_step(self._scheduler, self.order, request)
+                except MemoryBudgetError:
+                    self.cache.settle(request.sequence)
+                    raise
             except MemoryBudgetError as error:
                 # Memory comes back when a running request ends; alone, a request that does not fit never will.
                 if any(r.admitted for r in self._requests.values()):
@@ -273,15 +303,35 @@ class Engine:
             request.started_at = time.perf_counter()
             self._scheduler.add(request.id, len(request.tokens), request.computed, request.logits_from)
 
-    def _batch(self, work: Sequence[Work]) -> Batch:
-        segments = []
-        for w in work:
+    def _reserve_step(self, scheduler: Scheduler, order: Order, new: Request | None = None) -> None:
+        """Count scratch and logits of the largest step of the admitted requests and a new one: none of them may fail later for it."""
+        requests = [r for r in self._requests.values() if r.admitted] + ([new] if new is not None else [])
+        pending = [max(1, len(r.tokens) - r.computed) for r in requests]
+        logits = [min(n, max(1 if r.params else 0, len(r.tokens) - r.logits_from)) for n, r in zip(pending, requests, strict=True)]
+        rows = min(sum(pending), max(scheduler.prompt_rows, scheduler.mixed_rows))
+        self.runner.reserve(rows, order, min(sum(max(0, n) for n in logits), scheduler.logits_rows))
+
+    def _batch(self, planned: Sequence[Work]) -> tuple[list[Work], Batch]:
+        """The batch of what was planned, less the requests that found no page."""
+        segments, work = [], []
+        for w in planned:
             request = self._requests[w.request]
-            self.cache.grow(request.sequence, w.start + w.rows)
+            try:
+                self.cache.grow(request.sequence, w.start + w.rows)
+            except (MemoryBudgetError, MemoryError) as error:
+                self._fail(request, self._no_memory(error))
+                continue
             tokens = np.array(request.tokens[w.start : w.start + w.rows], dtype=np.int32)
             tables = self.cache.tables(request.sequence)
             segments.append(Segment(request.sequence, w.start, tokens, tables, tuple(range(w.logits, w.rows))))
-        return Batch(tuple(segments))
+            work.append(w)
+        return work, Batch(tuple(segments))
+
+    @staticmethod
+    def _no_memory(error: MemoryBudgetError | MemoryError) -> MemoryBudgetError:
+        if isinstance(error, MemoryBudgetError):
+            return error
+        return MemoryBudgetError("the system has no memory left for KV pages; shorten the prompt or the context")
 
     def _commit(self, work: Sequence[Work], batch: Batch, logits: Logits) -> None:
         index = {row: i for i, row in enumerate(logits.rows.tolist())}
@@ -337,6 +387,7 @@ class Engine:
         del self._requests[request.id]
         if request.admitted:
             self._scheduler.remove(request.id)
+            self._reserve_step(self._scheduler, self.order)
         if request.keep:
             self.cache.settle(request.sequence)
         else:

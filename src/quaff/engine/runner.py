@@ -52,7 +52,9 @@ class Runner:
         self._model = bind_model(graph, weights)
         self._kinds = tuple(stage.kind for stage in graph.stages)
         self._macs_per_row = sum(stage.macs_per_row for stage in graph.stages)
-        self._scratch_bytes = 0
+        self._scratch_rows_bytes = 0
+        self._scratch_other_bytes = 0
+        self._held_logits_bytes = 0
         self._op_seconds: NDArray[np.float64] | None = None
         self.set_threads(threads)
 
@@ -62,6 +64,11 @@ class Runner:
         except RuntimeError as error:
             raise ConfigError(str(error)) from None
         self.threads = threads
+
+    @property
+    def scratch_bytes(self) -> int:
+        """Bytes of scratch memory that the native side holds."""
+        return self._runtime.scratch_bytes
 
     def start_profile(self) -> None:
         """Time every op of the steps that follow, from zero."""
@@ -95,22 +102,52 @@ class Runner:
         schedule = compile_order(grid, order) if isinstance(order, Order) else compile_cells(grid, order)
         wanted = batch.logits_rows
         logits_bytes = len(wanted) * self.graph.config.vocab * 4
-        self._take_scratch(grid, schedule)
-        self._accountant.take(logits_bytes, f"logits of {len(wanted)} rows")
+        self._take_scratch(grid.rows, schedule.largest)
+        more = max(0, logits_bytes - self._held_logits_bytes)
+        self._accountant.take(more, f"logits of {len(wanted)} rows")
         try:
             values = np.empty((len(wanted), self.graph.config.vocab), dtype=np.float32)
-            return self._finish(grid, schedule, wanted, values, self._step(batch, schedule, wanted, values, on_work))
+            result = self._step(batch, schedule, wanted, values, on_work)
+            self._count_scratch()
+            return self._finish(grid, schedule, wanted, values, result)
         except MemoryError:
             raise MemoryBudgetError("the system has no memory left for this step; use a smaller chunk or a shorter prompt") from None
         finally:
-            self._accountant.give(logits_bytes)
+            self._accountant.give(more)
 
-    def _take_scratch(self, grid: Grid, schedule: CompiledSchedule) -> None:
+    def reserve(self, rows: int, order: Order, logits_rows: int) -> None:
+        """Count what steps of at most `rows` rows, `logits_rows` of them with logits, need; MemoryBudgetError leaves the count as it was.
+
+        Scratch stays counted; logits are counted until the next call, which may ask for fewer.
+        """
+        logits_bytes = logits_rows * self.graph.config.vocab * 4
+        more = logits_bytes - self._held_logits_bytes
+        if more > 0:
+            self._accountant.take(more, f"logits of {logits_rows} rows")
+        try:
+            cell_rows = {"token": min(1, rows), "chunk": min(order.chunk, rows), "layer": rows}[order.name]
+            self._take_scratch(rows, cell_rows)
+        except MemoryBudgetError:
+            if more > 0:
+                self._accountant.give(more)
+            raise
+        if more < 0:
+            self._accountant.give(-more)
+        self._held_logits_bytes = logits_bytes
+
+    def _take_scratch(self, rows: int, cell_rows: int) -> None:
         # The native arena keeps its high-water mark, and so does the account.
-        need = self.graph.scratch_bytes(grid.rows, schedule.largest)
-        if need > self._scratch_bytes:
-            self._accountant.take(need - self._scratch_bytes, f"scratch for {grid.rows} rows")
-            self._scratch_bytes = need
+        need = self.graph.scratch_bytes(rows, cell_rows)
+        if need > self._scratch_rows_bytes:
+            self._accountant.take(need - self._scratch_rows_bytes, f"scratch for {rows} rows")
+            self._scratch_rows_bytes = need
+
+    def _count_scratch(self) -> None:
+        # The threads' own scratch is known only after a step: it depends on the kernels and on how attention was cut.
+        more = self.scratch_bytes - self._scratch_rows_bytes - self._scratch_other_bytes
+        if more > 0:
+            self._accountant.count(more)
+            self._scratch_other_bytes += more
 
     def _step(
         self,

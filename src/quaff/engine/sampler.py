@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quaff import _native
-from quaff.errors import ConfigError
+from quaff.errors import ConfigError, NonFiniteError
 
 _NO_HISTORY: NDArray[np.int32] = np.empty(0, dtype=np.int32)
 
@@ -37,8 +37,8 @@ class SamplingParams:
 
     `max_tokens`: at most so many new tokens. `temperature` 0 takes the most likely token (the lower id among equals). `top_k` 0, `top_p` 1
     and `min_p` 0 are off. `repetition_penalty` divides positive and multiplies negative logits of tokens seen before. `seed` and `choice`
-    (which of several completions of one prompt) start the random numbers. `stop`: texts that end the completion and are not part of it.
-    `ignore_eos` goes on after an end-of-text token.
+    (which of several completions of one prompt) start the random numbers. `stop`: texts (one, several, or None) that end the completion
+    and are not part of it. `ignore_eos` goes on after an end-of-text token.
     """
 
     max_tokens: int = 256
@@ -58,30 +58,45 @@ class SamplingParams:
         _integer("top_k", self.top_k, 0, 1 << 30)
         _number("top_p", self.top_p, 0, 1, above=True)
         _number("min_p", self.min_p, 0, 1)
-        _number("repetition_penalty", self.repetition_penalty, 0, 100, above=True)
+        _number("repetition_penalty", self.repetition_penalty, 0.01, 100)
         _integer("seed", self.seed, 0, (1 << 64) - 1)
         _integer("choice", self.choice, 0, (1 << 31) - 1)
-        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+        given: object = self.stop
+        _check(given is None or isinstance(given, str | list | tuple), f"stop is {given!r}; expected a text, or a list of texts")
+        stop = (given,) if isinstance(given, str) else tuple(self.stop or ())
         _check(all(isinstance(s, str) and s for s in stop), "stop strings must be texts that are not empty")
         object.__setattr__(self, "stop", stop)
         _check(isinstance(self.ignore_eos, bool), f"ignore_eos is {self.ignore_eos!r}; expected true or false")
 
 
 def sample(params: SamplingParams, logits: NDArray[np.float32], tokens: list[int]) -> int:
-    """The token after `tokens`, from its f32 logits [vocab] (NUMERICS 20). The penalty covers all of `tokens`."""
+    """The token after `tokens`, from its f32 logits [vocab] (NUMERICS 20). The penalty covers all of `tokens`.
+
+    Raises NonFiniteError when a logit is infinite or NaN.
+    """
     history = np.array(tokens, dtype=np.int32) if params.repetition_penalty != 1.0 else _NO_HISTORY
-    return _native.sample(
-        logits,
-        params.temperature,
-        params.top_k,
-        params.top_p,
-        params.min_p,
-        params.repetition_penalty,
-        history,
-        params.seed,
-        len(tokens),
-        params.choice,
-    )
+    try:
+        return _native.sample(
+            logits,
+            params.temperature,
+            params.top_k,
+            params.top_p,
+            params.min_p,
+            params.repetition_penalty,
+            history,
+            params.seed,
+            len(tokens),
+            params.choice,
+        )
+    except ValueError as error:
+        raise refused(error, len(tokens) - 1) from None
+
+
+def refused(error: ValueError, position: int) -> ValueError | NonFiniteError:
+    """A native refusal of logits: NonFiniteError when that is what is wrong with them, else as it is."""
+    if "not finite" in str(error):
+        return NonFiniteError(f"the logits at position {position} became infinite or NaN; the request was dropped")
+    return error
 
 
 class StopMatcher:

@@ -3,6 +3,8 @@
 import gc
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -67,6 +69,56 @@ def test_ids_outside_the_vocabulary_are_refused(llm: LLM) -> None:
         llm.generate([[1, 2], [-1]])
 
 
+@pytest.mark.parametrize(
+    "ids, message",
+    [
+        ([1, 2.0], "item 1 of the prompt is '2.0'"),
+        ([1.5, 2], "item 0"),
+        ([True, 2], "item 0 of the prompt is 'True'"),
+        ([1, "2"], "item 1"),
+        ([1, None], "item 1"),
+        ([3, float("nan")], "item 1"),
+        ([3, 1 + 0j], "item 1"),
+        ([b"ab"], "item 0"),
+        (np.array([1.0, 2.0]), "item 0"),
+        (np.array([True]), "item 0"),
+        (np.array([[1, 2], [3, 4]]), "2 dimensions"),
+        (np.array(3), "0 dimensions"),
+        (b"abc", "type bytes"),
+        ({1: 2}, "type dict"),
+        (None, "type NoneType"),
+        (7, "type int"),
+    ],
+)
+def test_what_is_no_prompt_is_refused(llm: LLM, ids: object, message: str) -> None:
+    for call in (llm.generate, llm.prefill, llm.stream, llm.score):
+        with pytest.raises(PromptError, match=message):
+            call(ids)  # type: ignore[operator]
+    with pytest.raises(PromptError):
+        llm.generate(["a", ids])  # type: ignore[list-item]
+
+
+def test_ids_may_be_numpy_integers(llm: LLM) -> None:
+    ids = prompt(300, 20)
+    completion, logits, score = llm.generate(ids, PARAMS), llm.prefill(ids).logits, llm.score(ids).logprobs
+    assert logits is not None
+    for same in (np.array(ids), np.array(ids, dtype=np.uint16), [np.int32(t) for t in ids], tuple(ids)):
+        assert llm.generate(same, PARAMS).tokens == completion.tokens  # type: ignore[call-overload]
+        assert [c.tokens for c in llm.generate([same, same], PARAMS)] == [completion.tokens] * 2  # type: ignore[list-item]
+        stream = llm.stream(same, PARAMS)  # type: ignore[arg-type]
+        assert "".join(stream) == completion.text
+        read = llm.prefill(same)  # type: ignore[arg-type]
+        assert read.logits is not None and read.logits.tobytes() == logits.tobytes()
+        assert llm.score(same).logprobs == score  # type: ignore[arg-type]
+
+
+def test_a_wrong_isa_in_the_environment_is_named(path: Path) -> None:
+    code = f"import quaff, quaff.errors\ntry:\n    quaff.load({str(path)!r})\nexcept quaff.errors.ConfigError as e:\n    print(e)"
+    run = subprocess.run([sys.executable, "-c", code], env={**os.environ, "QUAFF_ISA": "mmx"}, capture_output=True, text=True, timeout=60)
+    assert run.stdout.startswith("QUAFF_ISA: "), run.stderr
+    assert "mmx" in run.stdout and run.stdout.count("\n") == 1
+
+
 def test_bad_options_are_refused(path: Path) -> None:
     for options, error in (
         ({"schedule": "diagonal"}, ConfigError),
@@ -75,6 +127,7 @@ def test_bad_options_are_refused(path: Path) -> None:
         ({"activations": "int4"}, ConfigError),
         ({"context": 0}, ConfigError),
         ({"isa": "mmx"}, ConfigError),
+        ({"isa": 5}, ConfigError),
     ):
         with pytest.raises(error):
             quaff.load(path, **options)  # type: ignore[arg-type]
@@ -285,6 +338,21 @@ def test_a_failing_progress_function_does_not_hang_or_leak(llm: LLM, monkeypatch
     assert llm.prefill(prompt(300, 10)).computed_tokens == 10
 
 
+def test_a_failing_progress_function_ends_its_own_call_only(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    alone = llm.generate(prompt(300, 700), PARAMS)
+    monkeypatch.setattr(runner_module, "LONG_STEP_MACS", 0)
+    monkeypatch.setattr(runner_module, "POLL_SECONDS", 0.0)
+    neighbour = llm.stream(prompt(300, 700), PARAMS)
+
+    def broken(done: int, total: int) -> None:
+        raise RuntimeError("no terminal")
+
+    with pytest.raises(RuntimeError, match="no terminal"):
+        llm.prefill(prompt(300, 1200, seed=1), progress=broken)
+    assert "".join(neighbour) == alone.text
+    assert neighbour.completion.tokens == alone.tokens
+
+
 # Progress
 
 
@@ -385,15 +453,74 @@ def test_what_fits_nowhere_fails_alone(path: Path) -> None:
         assert isinstance(large.error, MemoryBudgetError)
 
 
+def test_a_prompt_without_room_for_scratch_leaves_its_neighbours_alone(path: Path) -> None:
+    small, large = prompt(300, 10), prompt(300, 1000, seed=1)
+    params = SamplingParams(max_tokens=60, ignore_eos=True)
+    outcomes = set()
+    with quaff.load(path, threads=1, chunk=512) as free:
+        alone = free.generate(small, params).tokens
+        weights = free.weight_bytes
+    for more in range(300_000, 2_400_000, 150_000):
+        with quaff.load(path, threads=1, chunk=512, memory_limit_bytes=weights + more) as llm:
+            a = llm.engine.submit(small, params=params)
+            for _ in range(5):
+                llm.engine.step()
+            if a.done:
+                continue
+            b = llm.engine.submit(large, params=SamplingParams(max_tokens=5, ignore_eos=True))
+            llm.engine.run([a, b])
+            assert (a.finish_reason, tuple(a.tokens[10:])) == ("length", alone)
+            assert b.finish_reason == "length" or isinstance(b.error, MemoryBudgetError)
+            outcomes.add(b.finish_reason)
+    assert outcomes == {"length", "error"}
+
+
+def test_the_account_covers_the_scratch_of_the_threads(path: Path) -> None:
+    with quaff.load(path, threads=3, chunk=32) as llm:
+        llm.prefill(prompt(300, 700))
+        gc.collect()
+        llm.engine.sweep()
+        assert llm.engine.cache.sequences == 0
+        assert 0 < llm.engine.runner.scratch_bytes <= llm.accountant.used_bytes - llm.weight_bytes
+
+
+def test_all_logits_are_asked_for_before_they_are_made(path: Path) -> None:
+    with quaff.load(path, threads=1, chunk=16) as llm:
+        ids = prompt(300, 1000)
+        llm.prefill(ids, logits="sha256").state.close()
+        before = llm.accountant.used_bytes
+        llm.accountant.limit_bytes = before + 1_000_000
+        spent = llm.counters
+        with pytest.raises(MemoryBudgetError, match="the result, logits of 1000 rows, needs 1.1 MiB"):
+            llm.prefill(ids, logits="all")
+        assert (llm.counters, llm.accountant.used_bytes, llm.engine.cache.sequences) == (spent, before, 0)
+        llm.accountant.limit_bytes = None
+        with llm.prefill(ids, logits="all").state:
+            pass
+        assert llm.accountant.used_bytes == before
+
+
+def test_a_state_serves_its_own_model_only(path: Path) -> None:
+    ids = prompt(300, 80)
+    with quaff.load(path, threads=1, chunk=64) as a, quaff.load(path, threads=1, chunk=64) as b:
+        state, own = a.prefill(ids).state, b.prefill([9] * 100).state
+        for call in (b.generate, b.stream, b.prefill):
+            with pytest.raises(ConfigError, match="belongs to another model"):
+                call([*ids, 7], state=state)
+        assert b.engine.cache.sequences == 1
+        state.close()
+        own.close()
+
+
 def test_states_share_pages_and_close(llm: LLM) -> None:
     a = llm.prefill(prompt(300, 128))
     b = llm.prefill(prompt(300, 130), state=a.state)
     assert llm.engine.cache.pages_in_use == (3,)
     a.state.close()
     assert llm.engine.cache.pages_in_use == (3,)
-    with pytest.raises(ValueError, match="closed"):
+    with pytest.raises(ConfigError, match="closed"):
         llm.prefill(prompt(300, 130), state=a.state)
-    with pytest.raises(ValueError, match="closed"):
+    with pytest.raises(ConfigError, match="closed"):
         _ = a.kv_sha256
     with b.state:
         pass
@@ -470,6 +597,20 @@ def test_a_closed_model_says_so(path: Path) -> None:
     llm.close()
     with pytest.raises(ValueError, match="closed"):
         llm.generate("a")
+
+
+def test_close_ends_what_is_running(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runner_module, "LONG_STEP_MACS", 0)
+    monkeypatch.setattr(engine_module, "BLOCK_ROWS", {"token": 4096})
+    llm = quaff.load(path, threads=1, chunk=1, schedule="token")
+    request = llm.engine.submit(prompt(300, 4000), params=PARAMS)
+    driver = threading.Thread(target=llm.engine.run, args=([request],))
+    driver.start()
+    watcher = when(llm, lambda: llm.engine.runner.control.work_done > 0, llm.close)
+    watcher.join()
+    driver.join()
+    assert request.finish_reason == "cancelled"
+    assert 0 < request.computed < 4000
 
 
 def test_chunk_is_measured_when_not_given(path: Path) -> None:

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from quaff import SamplingParams
 from quaff.engine.sampler import StopMatcher, sample
-from quaff.errors import ConfigError
+from quaff.errors import ConfigError, NonFiniteError
 
 
 @pytest.mark.parametrize(
@@ -22,12 +22,15 @@ from quaff.errors import ConfigError
         {"top_k": 2.5},
         {"min_p": -0.1},
         {"repetition_penalty": 0.0},
+        {"repetition_penalty": 1e-30},
         {"seed": -1},
         {"seed": 1 << 64},
         {"max_tokens": -1},
         {"max_tokens": True},
         {"stop": ("",)},
         {"stop": (1,)},
+        {"stop": 5},
+        {"stop": b"ab"},
         {"ignore_eos": 1},
     ],
 )
@@ -39,6 +42,7 @@ def test_values_out_of_range_are_named(bad: dict[str, object]) -> None:
 def test_params_are_frozen_and_take_one_stop_string_or_a_list() -> None:
     assert SamplingParams(stop="ab").stop == ("ab",)  # type: ignore[arg-type]
     assert SamplingParams(stop=["a", "b"]).stop == ("a", "b")  # type: ignore[arg-type]
+    assert SamplingParams(stop=None).stop == ()  # type: ignore[arg-type]
     with pytest.raises(AttributeError):
         SamplingParams().seed = 1  # type: ignore[misc]
 
@@ -51,6 +55,14 @@ def test_greedy_takes_the_lower_id_among_equals() -> None:
     logits[[77, 300]] = 9.0
     assert sample(SamplingParams(), logits, [1, 2]) == 77
     assert sample(SamplingParams(temperature=1.0, top_k=1), logits, [1, 2]) == 77
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_logits_that_are_not_finite_are_named(value: float) -> None:
+    logits = LOGITS.copy()
+    logits[3] = value
+    with pytest.raises(NonFiniteError, match="logits at position 1 became infinite or NaN"):
+        sample(SamplingParams(temperature=1.0), logits, [1, 2])
 
 
 def test_draws_depend_on_seed_position_and_choice_only() -> None:
