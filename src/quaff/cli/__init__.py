@@ -1,85 +1,17 @@
-"""The command line: one file per verb. Heavy modules are imported inside the verbs, so that `quaff --help` is quick."""
+"""The command line: one file per verb. This one imports next to nothing, so that an interrupt finds a handler from the start."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from typing import Annotated, NoReturn
-
-import typer
-
-from quaff.cli.bench import bench
-from quaff.cli.chat import chat
-from quaff.cli.console import fail
-from quaff.cli.explain import explain
-from quaff.cli.inspect import inspect
-from quaff.cli.pull import pull
-from quaff.cli.run import run
-from quaff.cli.score import score
-from quaff.cli.verify import verify
-from quaff.errors import QuaffError
-
-app = typer.Typer(
-    help="Read long prompts fast on CPUs, with the same bits on every path.",
-    no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
-    context_settings={"help_option_names": ["-h", "--help"]},
-)
-
-# typer may carry its own copy of click; its base class of usage errors is reached through what typer exports.
-UsageError: type[Exception] = typer.BadParameter.__mro__[1]
-
-
-def print_version(wanted: bool) -> None:
-    if not wanted:
-        return
-    from importlib.metadata import version
-
-    from quaff import _native
-
-    print(f"quaff {version('quaff')}, numerics version {_native.NUMERICS_VERSION}, {_native.isa()}")
-    raise typer.Exit()
-
-
-@app.callback()
-def options(
-    version: Annotated[bool, typer.Option("--version", callback=print_version, is_eager=True, help="Print versions and ISA.")] = False,
-) -> None:
-    pass
-
-
-for verb in (pull, run, chat, bench, explain, verify, inspect, score):
-    app.command()(verb)
+from typing import NoReturn
 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
     """Run the command line and exit: 0 done, 1 an error or a difference, 2 wrong usage, 130 interrupted."""
-    for stream in (sys.stdout, sys.stderr):
-        if hasattr(stream, "reconfigure"):
-            stream.reconfigure(errors="replace")
     try:
-        code = app(args=list(arguments) if arguments is not None else None, standalone_mode=False)
-        sys.stdout.flush()
-        sys.exit(code if isinstance(code, int) else 0)
-    except UsageError as error:
-        fail(f"{error.format_message()} (quaff --help)" if hasattr(error, "format_message") else str(error))
-        sys.exit(2)
-    except (typer.Abort, KeyboardInterrupt):
+        from quaff.cli.app import execute
+
+        execute(arguments)
+    except KeyboardInterrupt:
         sys.exit(130)
-    except BrokenPipeError:
-        _silence_stdout()
-        sys.exit(1)
-    except (QuaffError, MemoryError) as error:
-        fail(str(error) or "out of memory")
-        sys.exit(1)
-    except OSError as error:
-        fail(f"{error.strerror or error}: {error.filename}" if error.filename is not None else str(error))
-        sys.exit(1)
-
-
-def _silence_stdout() -> None:
-    """The reader has gone: point stdout at nothing, so that the flush at exit does not complain."""
-    import os
-
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

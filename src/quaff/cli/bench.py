@@ -9,7 +9,8 @@ from typing import Annotated, TypeVar, cast, get_args
 import typer
 
 from quaff.cli.console import Bar
-from quaff.cli.options import Chunk, Json, Model, OutputName, ScheduleName
+from quaff.cli.options import MOST_COUNTED, MOST_THREADS, Chunk, Json, Model, OutputName, ScheduleName
+from quaff.errors import quote
 
 T = TypeVar("T")
 
@@ -27,7 +28,9 @@ def bench(
     threads: Annotated[str | None, typer.Option("--threads", "-t", help="Worker threads, several with commas.", show_default=False)] = None,
     chunk: Chunk = None,
     schedule: Annotated[str, typer.Option("--schedule", help="token, chunk, layer; several with commas.")] = "chunk",
-    repetitions: Annotated[int, typer.Option("--repetitions", "-r", min=1, help="Measured runs of each test, after a warm-up.")] = 5,
+    repetitions: Annotated[
+        int, typer.Option("--repetitions", "-r", min=1, max=MOST_COUNTED, help="Measured runs of each test, after a warm-up.")
+    ] = 5,
     roofline: Annotated[bool, typer.Option("--roofline", help="Measure every cache level; show shares of the ceilings.")] = False,
     profile: Annotated[bool, typer.Option("--profile", help="Time every op, at depths 0, 1024 and 4096 without -d.")] = False,
     ledger: Annotated[
@@ -47,6 +50,8 @@ def bench(
 
     prompts = [n for n in numbers("-p", prompt, least=0) if n]
     generated = [n for n in numbers("-n", generate, least=0) if n]
+    if not prompts and not generated:
+        raise typer.BadParameter("nothing to measure: -p and -n are both 0")
     depths = numbers("-d", depth, least=0) if depth is not None else PROFILE_DEPTHS if profile else (0,)
     trials = [
         Trial(p, g, d, s)
@@ -54,7 +59,7 @@ def bench(
         for s in numbers("-np", parallel, least=1)
         for p, g in [*((p, 0) for p in prompts), *((0, g) for g in generated)]
     ]
-    plan_threads = numbers("-t", threads, least=1) if threads is not None else (_native.default_threads(),)
+    plan_threads = numbers("-t", threads, least=1, most=MOST_THREADS) if threads is not None else (_native.default_threads(),)
     schedules = listed(schedule, schedule_name)
     if ledger is not None:
         lines.read(ledger)  # A damaged file is reported before minutes are spent.
@@ -73,12 +78,13 @@ def listed(text: str, parse: Callable[[str], T]) -> tuple[T, ...]:
     return tuple(dict.fromkeys(parse(part.strip()) for part in text.split(",")))
 
 
-def numbers(option: str, text: str, least: int) -> tuple[int, ...]:
+def numbers(option: str, text: str, least: int, most: int = MOST_COUNTED) -> tuple[int, ...]:
     """Whole numbers between commas; a usage error names the option."""
 
     def parse(part: str) -> int:
-        if not part.isdecimal() or not least <= int(part) <= 1 << 20:
-            raise typer.BadParameter(f"{option} {text}: expected whole numbers from {least} to {1 << 20}, with commas between them")
+        # Python refuses to convert thousands of digits, so the length is looked at first.
+        if not part.isdecimal() or len(part) > 20 or not least <= int(part) <= most:
+            raise typer.BadParameter(f"{option} {quote(text)}: expected whole numbers from {least} to {most}, with commas between them")
         return int(part)
 
     return listed(text, parse)
@@ -86,5 +92,5 @@ def numbers(option: str, text: str, least: int) -> tuple[int, ...]:
 
 def schedule_name(part: str) -> ScheduleName:
     if part not in get_args(ScheduleName):
-        raise typer.BadParameter(f"--schedule {part}: expected token, chunk or layer")
+        raise typer.BadParameter(f"--schedule {quote(part)}: expected token, chunk or layer")
     return cast(ScheduleName, part)

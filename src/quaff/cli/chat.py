@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from quaff.cli.console import Bar, note
+from quaff.cli.console import Bar, argument_text, decode, note
 from quaff.cli.options import MaxTokens, Model, Seed, Temperature, Threads
 from quaff.errors import PromptError
 
@@ -25,12 +25,12 @@ def chat(
     from quaff.llm import load
 
     params = SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=seed)
-    messages = [{"role": "system", "content": system}] if system else []
+    messages = [{"role": "system", "content": argument_text(system, "the text of --system")}] if system else []
     with Bar() as bar, load(model, threads=threads, progress=bar.step) as llm:
         if llm.tokenizer.chat_template is None:
             raise PromptError(f"{model} has no chat template; use quaff run")
         state = None
-        while line := ask():
+        while line := ask(sum(message["role"] == "user" for message in messages) + 1):
             messages.append({"role": "user", "content": line})
             tokens = llm.encode_chat(messages)
             # Read into a state of its own, so that the next turn starts where this one's prompt ended.
@@ -47,14 +47,11 @@ def chat(
             messages.append({"role": "assistant", "content": stream.completion.text})
 
 
-def ask() -> str:
-    """One line from the person; empty at the end of input. The prompt sign goes to stderr, where the answer does not."""
+def ask(number: int) -> str:
+    """Line `number` from the person; empty at the end of input. The prompt sign goes to stderr, where the answer does not."""
     if sys.stdin.isatty():
         print("> ", end="", file=sys.stderr, flush=True)
-    try:
-        line = sys.stdin.readline()
-    except UnicodeDecodeError:
-        raise PromptError("standard input is not UTF-8 text") from None
+    line = decode(sys.stdin.buffer.readline(), f"line {number} of standard input")
     if not line and sys.stdin.isatty():
         note()
     return line.strip()

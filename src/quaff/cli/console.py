@@ -43,16 +43,17 @@ def decode(data: bytes, where: str) -> str:
         raise PromptError(f"{where} is not UTF-8 text: byte {error.start} is 0x{data[error.start]:02x}") from None
 
 
+def argument_text(argument: str, where: str) -> str:
+    """An argument as text; the system hands bytes that are not in its encoding over as lone surrogates. Raises PromptError."""
+    return decode(argument.encode("utf-8", "surrogateescape"), where)
+
+
 def read_prompt(argument: str | None, file: Path | None) -> str:
     """The prompt from the command line, a file or standard input; exactly one of them. Raises PromptError."""
     if argument is not None and file is not None:
         raise PromptError("two prompts: give the text or --file, not both")
     if argument is not None:
-        try:
-            argument.encode()
-        except UnicodeEncodeError:
-            raise PromptError("the prompt on the command line is not UTF-8 text") from None
-        text = argument
+        text = argument_text(argument, "the prompt on the command line")
     elif file is not None:
         text = read_text(file)
     elif sys.stdin.isatty():

@@ -7,16 +7,18 @@ from typing import Annotated
 import typer
 
 from quaff.cli.console import Bar
-from quaff.cli.options import Chunk, Json, Model, Threads
+from quaff.cli.options import MOST_COUNTED, Chunk, Json, Model, Threads
 
 
 def explain(
     model: Model,
-    prompt: Annotated[int, typer.Option("--n-prompt", "-p", min=1, help="Prompt tokens.")] = 512,
+    prompt: Annotated[int, typer.Option("--n-prompt", "-p", min=1, max=1 << 30, help="Prompt tokens.")] = 512,
     threads: Threads = None,
     chunk: Chunk = None,
     measure: Annotated[bool, typer.Option("--run", help="Load the model, read such a prompt, show predicted beside measured.")] = False,
-    repetitions: Annotated[int, typer.Option("--repetitions", "-r", min=1, help="Measured runs with --run, after a warm-up.")] = 3,
+    repetitions: Annotated[
+        int, typer.Option("--repetitions", "-r", min=1, max=MOST_COUNTED, help="Measured runs with --run, after a warm-up.")
+    ] = 3,
     as_json: Json = False,
 ) -> None:
     """Predict bytes, launches, memory and seconds of every schedule."""

@@ -93,6 +93,6 @@ def print_report(report: dict[str, Any]) -> None:
     need = report["memory"]
     if need:
         row("memory", f"weights {human_bytes(need['weight_bytes'])}, KV {human_bytes(need['kv_bytes_per_1024_tokens'])} per 1,024 tokens,")
-        row("", f"scratch {human_bytes(need['scratch_bytes'])} with chunks of {need['chunk']} rows")
+        row("", f"scratch {human_bytes(need['scratch_bytes'])} for {need['rows']:,} rows in chunks of {need['chunk']}")
     else:
         note(f"not supported: {report['reason']}")

@@ -12,7 +12,7 @@ from quaff.cli.options import Json, Model, Threads
 
 def verify(
     model: Model,
-    tokens: Annotated[int, typer.Option("--tokens", min=130, help="Length of the prompt.")] = 709,
+    tokens: Annotated[int, typer.Option("--tokens", min=130, max=1 << 30, help="Length of the prompt.")] = 709,
     threads: Threads = None,
     as_json: Json = False,
 ) -> None:
@@ -34,9 +34,9 @@ def verify(
 
     with Bar() as bar:
         with load(model, threads=threads, progress=bar.step) as llm:
+            verifier = Verifier(llm, tokens)  # Refuses a prompt that does not fit, before anything is printed.
             if not as_json:
                 print(f"  {'path':<42} {'logits':<12}  {'KV':<12}  text")
-            verifier = Verifier(llm, tokens)
             for outcome in verifier.run():
                 add(outcome)
                 bar.step("verifying", len(outcomes), len(verifier.paths) + 1)

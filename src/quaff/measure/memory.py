@@ -7,8 +7,10 @@ from dataclasses import dataclass
 from math import prod
 
 from quaff import _native
+from quaff.engine.engine import make_scheduler
 from quaff.graph.program import Graph
 from quaff.models.family import Tensors
+from quaff.schedule import Order
 
 
 def packed_bytes(shape: tuple[int, ...], ggml_type: int) -> int:
@@ -18,11 +20,13 @@ def packed_bytes(shape: tuple[int, ...], ggml_type: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class MemoryNeed:
-    """Bytes: packed weights, KV state of 1,024 positions, and scratch of one chunk of `chunk` rows with one row of logits."""
+    """Bytes: packed weights, KV state of 1,024 positions, and scratch of the engine's largest step of a prompt: `rows` rows in chunks of
+    `chunk`, with one row of logits."""
 
     weight_bytes: int
     kv_bytes_per_1024_tokens: int
     scratch_bytes: int
+    rows: int
     chunk: int
 
     def as_dict(self) -> dict[str, int]:
@@ -30,18 +34,20 @@ class MemoryNeed:
             "weight_bytes": self.weight_bytes,
             "kv_bytes_per_1024_tokens": self.kv_bytes_per_1024_tokens,
             "scratch_bytes": self.scratch_bytes,
+            "rows": self.rows,
             "chunk": self.chunk,
         }
 
 
 def memory_need(graph: Graph, tensors: Tensors, chunk: int = 512) -> MemoryNeed:
-    """What `graph` needs. A sliding layer holds no more positions than its window, a page of 64 and a chunk."""
+    """What `graph` needs. A sliding layer holds no more positions than its window, a page of 64 and a step."""
+    rows = min(make_scheduler(Order("chunk", chunk), graph).prompt_rows, graph.config.context_length)
     kv = 0
     for kind in graph.kv_kinds:
-        positions = min(1024, kind.window + 64 + chunk) if kind.window else 1024
+        positions = min(1024, kind.window + 64 + rows) if kind.window else 1024
         kv += len(kind.layers) * kind.kv_heads * kind.dim * 2 * 2 * positions
-    scratch = graph.scratch_bytes(chunk, chunk) + 4 * graph.config.vocab
-    return MemoryNeed(sum(packed_bytes(shape, kind) for shape, kind in tensors.values()), kv, scratch, chunk)
+    scratch = graph.scratch_bytes(rows, min(chunk, rows)) + 4 * graph.config.vocab
+    return MemoryNeed(sum(packed_bytes(shape, kind) for shape, kind in tensors.values()), kv, scratch, rows, chunk)
 
 
 def bytes_per_weight(tensors: Tensors) -> float:

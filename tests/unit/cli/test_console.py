@@ -40,7 +40,7 @@ def test_byte_order_mark_is_not_text(tmp_path: Path) -> None:
         ("", b"", "the prompt is empty"),
         (None, b"", "the prompt is empty"),
         (None, b"ok \xff\xfe", "standard input is not UTF-8 text: byte 3 is 0xff"),
-        ("\udcff", b"", "the prompt on the command line is not UTF-8 text"),
+        ("\udcff", b"", "the prompt on the command line is not UTF-8 text: byte 0 is 0xff"),
     ],
 )
 def test_bad_prompts_are_named(argument: str | None, data: bytes, message: str, monkeypatch: pytest.MonkeyPatch) -> None:

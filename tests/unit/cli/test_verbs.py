@@ -98,7 +98,15 @@ def test_a_prompt_longer_than_the_context_is_refused_with_both_counts(cli: Cli, 
         ("--chunk", "0"),
         ("--schedule", "spiral"),
         ("--temperature", "-1"),
+        ("--temperature", "101"),
+        ("--temperature", "nan"),
+        ("--temperature", "inf"),
         ("--max-tokens", "-1"),
+        ("--max-tokens", str((1 << 30) + 1)),
+        ("--threads", "1025"),
+        ("--chunk", str((1 << 20) + 1)),
+        ("--seed", "-1"),
+        ("--seed", str(1 << 64)),
         ("--bogus",),
     ],
 )
@@ -106,8 +114,9 @@ def test_wrong_usage_is_one_line_and_code_2(cli: Cli, model: Path, arguments: tu
     assert_error(cli("run", *((model, "hi", *arguments) if arguments else ())), 2, "--help")
 
 
-def test_temperature_that_is_no_number_is_refused(cli: Cli, model: Path) -> None:
-    assert cli("run", model, "hi", "--temperature", "nan").code in (1, 2)
+def test_no_arguments_print_help_and_nothing_else(cli: Cli) -> None:
+    result = cli()
+    assert result.code == 0 and "Usage: quaff" in result.out and "verify" in result.out and result.err == ""
 
 
 # chat
@@ -125,6 +134,12 @@ def test_chat_answers_each_line_with_what_was_said_before(cli: Cli, model: Path)
         messages += [{"role": "assistant", "content": answers[0]}, {"role": "user", "content": "second: ünïcode"}]
         answers.append(llm.chat(messages, params).text)
     assert result.out == "".join(a + "\n" for a in answers)
+
+
+def test_chat_names_a_bad_byte_as_run_does(cli: Cli, model: Path) -> None:
+    result = cli("chat", model, "--max-tokens", 2, stdin=b"good\nba\xffd\n")
+    assert result.code == 1 and result.err == "error: line 2 of standard input is not UTF-8 text: byte 2 is 0xff\n"
+    assert_error(cli("chat", model, "--system", "a\udcfe"), 1, "the text of --system is not UTF-8 text: byte 1 is 0xfe")
 
 
 # bench
@@ -217,7 +232,8 @@ def test_bench_table_names_isa_control_and_phase_ratio(cli: Cli, model: Path) ->
 
 @pytest.mark.parametrize(
     "arguments",
-    [("-p", "x"), ("-p", "1,,2"), ("-t", "0"), ("--schedule", "chunk,spiral"), ("-r", "0"), ("-d", "-1"), ("-np", "0"), ("-o", "xml")],
+    [("-p", "x"), ("-p", "1,,2"), ("-t", "0"), ("--schedule", "chunk,spiral"), ("-r", "0"), ("-d", "-1"), ("-np", "0"), ("-o", "xml")]
+    + [("-p", "9" * 5000), ("-p", "1048577"), ("-p", "0", "-n", "0"), ("-t", "1025"), ("-r", str(1 << 21))],
 )
 def test_bench_refuses_what_it_cannot_read(cli: Cli, model: Path, arguments: tuple[str, ...]) -> None:
     assert_error(cli("bench", model, *arguments), 2, arguments[0])
@@ -226,7 +242,6 @@ def test_bench_refuses_what_it_cannot_read(cli: Cli, model: Path, arguments: tup
 def test_bench_refuses_a_test_longer_than_the_context(cli: Cli, model: Path) -> None:
     assert_error(cli("bench", model, "-p", 5000), 1, "5000", "4096")
     assert_error(cli("bench", model, "-p", 100, "-d", 4000), 1, "pp100 @ d4000", "4100", "4096")
-    assert_error(cli("bench", model, "-p", 0, "-n", 0), 1, "nothing to measure")
 
 
 # explain
@@ -291,6 +306,7 @@ def test_verify_prints_a_line_per_path(cli: Cli, gemma: Path) -> None:
 
 def test_verify_refuses_a_prompt_that_does_not_fit(cli: Cli, model: Path) -> None:
     assert_error(cli("verify", model, "--tokens", 5000, "--json"), 1, "5000", "4096")
+    assert_error(cli("verify", model, "--tokens", 5000), 1, "5000", "4096")
 
 
 # inspect, score, pull
@@ -304,7 +320,10 @@ def test_inspect_states_what_the_file_holds(cli: Cli, model: Path) -> None:
     with load(model) as llm:
         assert report["memory"]["weight_bytes"] == llm.weight_bytes
         assert report["context_length"] == llm.config.context_length
+    need = report["memory"]
+    assert (need["rows"], need["chunk"]) == (2048, 512)  # the largest step of a prompt, not one chunk of it
     text = cli("inspect", model).out
+    assert "for 2,048 rows in chunks of 512" in text
     assert "Q4_0" in text and "llama" in text and "4,096 tokens" in text
 
 
@@ -352,7 +371,7 @@ def quaff(*arguments: object, **options: object) -> subprocess.Popen[bytes]:
 
 
 def test_help_starts_without_the_heavy_modules() -> None:
-    code = "import sys, quaff.cli; print([m for m in ('numpy', 'tokenizers', 'rich.progress', 'quaff._native') if m in sys.modules])"
+    code = "import sys, quaff.cli.app; print([m for m in ('numpy', 'tokenizers', 'rich.progress', 'quaff._native') if m in sys.modules])"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
 
 
@@ -378,6 +397,56 @@ def test_closed_colour_and_a_plain_locale_change_nothing(model: Path) -> None:
     process = quaff("verify", model, "--tokens", 130, env=environment)
     out, error = process.communicate(timeout=120)
     assert process.returncode == 0 and b"EQUAL" in out and b"\x1b[" not in out + error
+
+
+def test_text_is_utf8_whatever_the_locale_says(model: Path) -> None:
+    script = "import sys; from quaff.cli.app import open_streams; open_streams(); print('h\\xe9'); print('h\\xe9', file=sys.stderr)"
+    environment = {**os.environ, "PYTHONIOENCODING": "ascii"}
+    result = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, check=True)
+    assert (result.stdout, result.stderr) == (b"h\xc3\xa9\n", b"h\\xe9\n")
+
+
+@pytest.mark.parametrize(
+    ("verb", "closed", "code", "out", "err"),
+    [
+        ("run {model} hi --max-tokens 2", ">&-", 0, b"", b"prefill"),
+        ("run {model} hi --max-tokens 2 --json", "2>&-", 0, b'"text"', b""),
+        ("run {model}", "<&-", 1, b"", b"the prompt is empty"),
+        ("chat {model}", "<&-", 0, b"", b""),
+        ("run {model} hi --threads 0", "2>&-", 2, b"", b""),
+        ("run {model} hi --threads 0", "<&- >&- 2>&-", 2, b"", b""),
+        ("--version", ">&-", 0, b"", b""),
+    ],
+)
+def test_closed_streams_are_no_traceback(model: Path, verb: str, closed: str, code: int, out: bytes, err: bytes) -> None:
+    command = f'"{sys.executable}" -m quaff {verb.format(model=model)} {closed}'
+    result = subprocess.run(["sh", "-c", command], capture_output=True, timeout=60)
+    assert result.returncode == code and b"Traceback" not in result.stderr
+    assert out in result.stdout and err in result.stderr
+    assert (result.stdout == b"") == (out == b"") and (result.stderr == b"") == (err == b"")
+
+
+def test_interrupt_while_modules_are_imported_ends_with_130() -> None:
+    code = """
+import importlib.abc, sys
+class Interrupt(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path=None, target=None):
+        if name == "typer":
+            raise KeyboardInterrupt
+sys.meta_path.insert(0, Interrupt())
+from quaff.cli import main
+main()
+"""
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True)
+    assert (result.returncode, result.stdout, result.stderr) == (130, b"", b"")
+
+
+@pytest.mark.parametrize("verb", ["--version", "run {model} hi", "explain {model}"])
+def test_an_unknown_instruction_set_is_one_line(model: Path, verb: str) -> None:
+    process = quaff(*verb.format(model=model).split(), env={**os.environ, "QUAFF_ISA": "bogus"})
+    out, error = process.communicate(timeout=60)
+    assert process.returncode == 1 and out == b"" and error.startswith(b"error: ") and error.count(b"\n") == 1
+    assert b"'bogus'" in error and b"scalar" in error
 
 
 def test_start_is_quick() -> None:
