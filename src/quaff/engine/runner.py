@@ -53,7 +53,6 @@ class Runner:
         self._kinds = tuple(stage.kind for stage in graph.stages)
         self._macs_per_row = sum(stage.macs_per_row for stage in graph.stages)
         self._scratch_rows_bytes = 0
-        self._scratch_other_bytes = 0
         self._held_logits_bytes = 0
         self._op_seconds: NDArray[np.float64] | None = None
         self.set_threads(threads)
@@ -144,10 +143,9 @@ class Runner:
 
     def _count_scratch(self) -> None:
         # The threads' own scratch is known only after a step: it depends on the kernels and on how attention was cut.
-        more = self.scratch_bytes - self._scratch_rows_bytes - self._scratch_other_bytes
+        more = self.scratch_bytes - self._scratch_rows_bytes - self._accountant.found_bytes
         if more > 0:
-            self._accountant.count(more)
-            self._scratch_other_bytes += more
+            self._accountant.find(more)
 
     def _step(
         self,

@@ -36,32 +36,40 @@ def human_bytes(n: int) -> str:
 
 
 class Accountant:
-    """Counts the bytes in use against a limit (None: no limit). Not locked: the engine's lock covers every caller."""
+    """Counts the bytes in use against a limit (None: no limit). Not locked: the engine's lock covers every caller.
+
+    `used_bytes` were asked for; `found_bytes` were not, and are known only since they are in use.
+    """
 
     def __init__(self, limit_bytes: int | None = None) -> None:
         self.limit_bytes = limit_bytes
         self.used_bytes = 0
+        self.found_bytes = 0
+
+    @property
+    def total_bytes(self) -> int:
+        return self.used_bytes + self.found_bytes
 
     @property
     def free_bytes(self) -> int | None:
-        return None if self.limit_bytes is None else self.limit_bytes - self.used_bytes
+        return None if self.limit_bytes is None else self.limit_bytes - self.total_bytes
 
     def fits(self, n: int) -> bool:
-        return self.limit_bytes is None or self.used_bytes + n <= self.limit_bytes
+        return self.limit_bytes is None or self.total_bytes + n <= self.limit_bytes
 
     def take(self, n: int, what: str) -> None:
         """Count `n` more bytes, or raise MemoryBudgetError with the sum that does not fit and leave the count as it was."""
         if not self.fits(n):
             assert self.limit_bytes is not None
             raise MemoryBudgetError(
-                f"{what} needs {human_bytes(n)}, but {human_bytes(self.used_bytes)} of the budget of {human_bytes(self.limit_bytes)} "
+                f"{what} needs {human_bytes(n)}, but {human_bytes(self.total_bytes)} of the budget of {human_bytes(self.limit_bytes)} "
                 "are in use; raise the memory limit, or shorten the prompt or the context"
             )
         self.used_bytes += n
 
-    def count(self, n: int) -> None:
-        """Count `n` bytes that are taken already, whatever the limit: what comes after them is asked with the true sum."""
-        self.used_bytes += n
+    def find(self, n: int) -> None:
+        """Count `n` bytes that are in use already, whatever the limit: what comes after them is asked with the true sum."""
+        self.found_bytes += n
 
     def give(self, n: int) -> None:
         if n > self.used_bytes:

@@ -477,11 +477,16 @@ def test_a_prompt_without_room_for_scratch_leaves_its_neighbours_alone(path: Pat
 
 def test_the_account_covers_the_scratch_of_the_threads(path: Path) -> None:
     with quaff.load(path, threads=3, chunk=32) as llm:
+        asked = llm.graph.scratch_bytes(700, 32)
         llm.prefill(prompt(300, 700))
         gc.collect()
         llm.engine.sweep()
         assert llm.engine.cache.sequences == 0
-        assert 0 < llm.engine.runner.scratch_bytes <= llm.accountant.used_bytes - llm.weight_bytes
+        assert 0 < llm.engine.runner.scratch_bytes <= llm.accountant.total_bytes - llm.weight_bytes
+        assert llm.accountant.used_bytes == llm.weight_bytes + asked
+        free = 10_000_000
+        llm.accountant.limit_bytes = llm.accountant.total_bytes + free
+        assert llm.accountant.free_bytes == free and not llm.accountant.fits(free + 1)
 
 
 def test_all_logits_are_asked_for_before_they_are_made(path: Path) -> None:
