@@ -1,11 +1,14 @@
 """The memory that `inspect` states: packed bytes as the native module makes them, KV and scratch by the formulas."""
 
+from pathlib import Path
+
 import numpy as np
 import pytest
+from tests.tiny import CASES
 
-from quaff import _native
-from quaff.checkpoint import GGML_TYPES
-from quaff.measure.memory import packed_bytes
+from quaff import _native, load
+from quaff.checkpoint import GGML_TYPES, open_checkpoint
+from quaff.measure.memory import memory_need, packed_bytes
 
 
 @pytest.mark.parametrize("kind", GGML_TYPES.values(), ids=lambda kind: kind.name)
@@ -17,3 +20,14 @@ def test_packed_bytes_are_those_of_the_native_module(kind, rows: int, cols: int)
 
 def test_a_vector_is_f32() -> None:
     assert packed_bytes((576,), 0) == _native.Weight.vector(np.zeros(576, np.float32)).nbytes
+
+
+def test_scratch_is_what_the_engine_takes_for_a_long_prompt(tmp_path: Path) -> None:
+    with load(CASES["llama-gqa"].write(tmp_path / "tiny.gguf"), chunk=512, threads=1) as llm:
+        with open_checkpoint(llm.path) as checkpoint:
+            tensors = {name: (view.shape, view.ggml_type) for name, view in checkpoint.tensors.items()}
+        need = memory_need(llm.graph, tensors)
+        llm.prefill(np.arange(2100) % 200 + 3, logits="none").state.close()
+        logits = 4 * llm.config.vocab  # given back with the step
+        assert (need.rows, need.chunk) == (2048, 512)
+        assert llm.accountant.used_bytes == need.weight_bytes + need.scratch_bytes - logits
