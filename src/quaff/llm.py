@@ -361,8 +361,11 @@ def _is_several(prompt: object) -> bool:
 
 def _measured_chunk(bytes_per_weight: float, threads: int) -> int:
     # The best of three short loops: a neighbour on the machine only ever makes one look slower.
-    macs = max(_native.measure_int8(threads, 0.002) for _ in range(3))
-    return default_chunk(bytes_per_weight, macs, _native.measure_bandwidth(threads, 64))
+    try:
+        macs = max(_native.measure_int8(threads, 0.002) for _ in range(3))
+        return default_chunk(bytes_per_weight, macs, _native.measure_bandwidth(threads, 64))
+    except RuntimeError as error:  # a thread could not be started
+        raise ConfigError(str(error)) from None
 
 
 class LLM:
