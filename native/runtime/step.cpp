@@ -33,6 +33,9 @@ size_t buffer_bytes(const Buffer& b, int64_t rows) {
 
 // Few enough that a small cell still feeds every worker, many enough that claiming costs nothing.
 constexpr int64_t kRowsPerUnit = 4;
+// Rows that make it worth every worker's while to unpack all weights for its own rows: what one core writes is then read by the same core.
+// Blocks begin at whole units and whole tiles of 2, 3, 4 or 6 rows.
+constexpr int64_t kRowsPerBlock = 120, kRowsPerTiles = 12;
 // Bytes of weights a worker claims at once when a cell has few rows: claiming costs about 50 ns, reading this much about 2 us.
 constexpr int64_t kBytesPerUnit = 64 << 10;
 constexpr int64_t kFewRows = 4;
@@ -308,13 +311,35 @@ private:
         }
     }
 
+    // First rows of the blocks that workers own, and the end: one block each when the cell has rows enough, else one for all.
+    std::vector<int64_t> row_blocks() const {
+        const int64_t n = cell_size(), threads = rt_.threads(), blocks = n >= kRowsPerBlock * threads ? threads : 1;
+        std::vector<int64_t> rows;
+        for (int64_t b = 0; b < blocks; ++b)
+            rows.push_back(n * b / blocks / kRowsPerTiles * kRowsPerTiles);
+        rows.push_back(n);
+        return rows;
+    }
+
+    // Units by owner, where every worker has a block of rows; else dealt out evenly.
+    template <typename F> void run_owned(const std::vector<int64_t>& bounds, int64_t units, F&& f) {
+        if (bounds.size() == static_cast<size_t>(rt_.threads()) + 1)
+            rt_.pool_.run(bounds, f);
+        else
+            rt_.pool_.run(units, f);
+    }
+
     // f(cell row, worker) for every row of the cell.
     template <typename F> void each_row(F&& f) {
         const int64_t n = cell_size(), units = (n + kRowsPerUnit - 1) / kRowsPerUnit;
-        rt_.pool_.run(units, [&](int64_t u, int worker) {
+        std::vector<int64_t> bounds;
+        for (int64_t row : row_blocks())
+            bounds.push_back((row + kRowsPerUnit - 1) / kRowsPerUnit);
+        const auto one = [&](int64_t u, int worker) {
             for (int64_t i = u * kRowsPerUnit; i < std::min(n, (u + 1) * kRowsPerUnit); ++i)
                 f(i, worker);
-        });
+        };
+        run_owned(bounds, units, one);
     }
 
     float* residual_row(int64_t i) const { return residual_ + cell_rows_[static_cast<size_t>(i)] * model_.dim; }
@@ -366,38 +391,59 @@ private:
     void linear(const Stage& stage, const Op& op, bool tail) {
         const size_t n = op.outputs.size();
         const int64_t rows = cell_size();
-        std::vector<LinearArgs> args(n);
+        const std::vector<int64_t> block_rows = row_blocks();
+        const size_t blocks = block_rows.size() - 1;
+        std::vector<LinearArgs> args(n * blocks); // [block][weight]
+        std::vector<QuantRows> x(blocks);
         std::vector<int64_t> first(n + 1, 0), panels_per_unit(n);
+        for (size_t b = 0; b < blocks && op.inputs[0] != kNone; ++b) {
+            const QuantRows& q = quant(op.inputs[0]);
+            const int64_t row = block_rows[b];
+            x[b] = {q.q + row * q.q_stride,
+                    q.scale + row * q.s_stride,
+                    q.sum32 + row * q.s_stride,
+                    q.sum16 + row * 2 * q.s_stride,
+                    q.q_stride,
+                    q.s_stride};
+        }
         for (size_t j = 0; j < n; ++j) {
             const ModelWeight& mw = weight(stage, op.weights[j]);
             const Weight& w = mw.matrix.w;
             const int32_t out = op.outputs[j];
-            LinearArgs& a = args[j];
+            LinearArgs a{};
             a.w = &w;
-            a.rows = rows;
-            if (op.inputs[0] != kNone && w.scales != Scales::kNone) {
-                a.x = &quant(op.inputs[0]);
-            } else {
-                a.xf = floats_[static_cast<size_t>(op.inputs[1] - kFirstScratch)];
-                a.xf_stride = program_->buffer(op.inputs[1]).width;
-            }
+            a.accumulate = op.ints[1] != 0;
             if (op.weights[n + j] != kNone)
                 a.bias = weight(stage, op.weights[n + j]).vector.data();
-            a.accumulate = op.ints[1] != 0;
             if (out == kResidual) {
                 a.out = residual_;
                 a.out_stride = model_.dim;
-                a.row_map = cell_rows_.data();
             } else if (out == kLogits) {
                 logits_map_.resize(static_cast<size_t>(rows));
                 for (int64_t i = 0; i < rows; ++i)
                     logits_map_[static_cast<size_t>(i)] = logits_index_[static_cast<size_t>(cell_rows_[static_cast<size_t>(i)])];
                 a.out = in_.logits;
                 a.out_stride = model_.vocab;
-                a.row_map = logits_map_.data();
             } else {
                 a.out = floats_[static_cast<size_t>(out - kFirstScratch)];
                 a.out_stride = program_->buffer(out).width;
+            }
+            for (size_t b = 0; b < blocks; ++b) {
+                const int64_t row = block_rows[b];
+                LinearArgs& of_block = args[b * n + j] = a;
+                of_block.rows = block_rows[b + 1] - row;
+                if (op.inputs[0] != kNone && w.scales != Scales::kNone) {
+                    of_block.x = &x[b];
+                } else {
+                    of_block.xf_stride = program_->buffer(op.inputs[1]).width;
+                    of_block.xf = floats_[static_cast<size_t>(op.inputs[1] - kFirstScratch)] + row * of_block.xf_stride;
+                }
+                if (out == kResidual)
+                    of_block.row_map = cell_rows_.data() + row;
+                else if (out == kLogits)
+                    of_block.row_map = logits_map_.data() + row;
+                else
+                    of_block.out += row * a.out_stride;
             }
             const int64_t panels = panel_count(w);
             int64_t per_unit = std::clamp<int64_t>(panels / (8 * rt_.threads()), kLeastPanels, k_.panels_per_unit);
@@ -411,13 +457,18 @@ private:
             (tail ? c.head_bytes_touched : c.weight_bytes_touched) += mw.matrix.bytes;
             (tail ? c.head_macs : c.macs) += rows * w.rows * w.cols;
         }
-        rt_.pool_.run(first[n], [&](int64_t u, int worker) {
+        const auto one = [&](int64_t u, int worker) {
+            const LinearArgs* of_block = args.data() + static_cast<size_t>(u / first[n]) * n;
+            u %= first[n];
             size_t j = 0;
             while (u >= first[j + 1])
                 ++j;
-            const int64_t begin = (u - first[j]) * panels_per_unit[j], end = std::min(begin + panels_per_unit[j], panel_count(*args[j].w));
-            (args[j].x ? k_.linear_int : k_.linear_float)(&args[j], begin, end, worker_scratch(worker));
-        });
+            const int64_t begin = (u - first[j]) * panels_per_unit[j],
+                          end = std::min(begin + panels_per_unit[j], panel_count(*of_block[j].w));
+            (of_block[j].x ? k_.linear_int : k_.linear_float)(&of_block[j], begin, end, worker_scratch(worker));
+        };
+        // With a block for each worker the even stretches are the blocks.
+        rt_.pool_.run(first[n] * static_cast<int64_t>(blocks), one);
     }
 
     void rope(const Op& op) {
@@ -461,10 +512,11 @@ private:
         float* part;
     };
 
-    template <typename Kernel> void attend_each(const Op& op, const std::vector<AttendWork>& works, Kernel&& kernel) {
+    template <typename Kernel>
+    void attend_each(const Op& op, const std::vector<AttendWork>& works, const std::vector<int64_t>& bounds, Kernel&& kernel) {
         const PagePool& pool = *pools_[static_cast<size_t>(op.ints[0])];
         const int64_t kv_heads = op.ints[3], dim = op.ints[4], group = op.ints[2] / kv_heads;
-        rt_.pool_.run(static_cast<int64_t>(works.size()), [&](int64_t u, int worker) {
+        const auto one = [&](int64_t u, int worker) {
             const AttendWork& w = works[static_cast<size_t>(u)];
             constexpr int kMaxTile = 64;
             const float* q[kMaxTile];
@@ -488,29 +540,35 @@ private:
             a.cap = op.floats[1];
             a.scratch = reinterpret_cast<float*>(worker_scratch(worker));
             kernel(a, w);
-        });
+        };
+        run_owned(bounds, static_cast<int64_t>(works.size()), one);
     }
 
     void attend(const Op& op) {
         const int64_t heads = op.ints[2], kv_heads = op.ints[3], dim = op.ints[4], window = op.ints[5], group = heads / kv_heads;
         const auto seen_from = [&](int64_t position) { return window ? std::max<int64_t>(0, position - window + 1) : 0; };
-        std::vector<AttendWork> tiles;
+        std::vector<AttendWork> runs, tiles; // a run: the rows of one segment, `tile` counts its tiles
         int64_t pages = 0;
         for (int64_t begin = 0, end; begin < cell_size(); begin = end) {
             for (end = begin; end < cell_size() && segment_of(end) == segment_of(begin); ++end)
                 result_.counters.attention_macs += (position_of(end) + 1 - seen_from(position_of(end))) * 2 * dim * heads;
             const int64_t rows = end - begin, count = (rows * group + k_.attend_tile - 1) / k_.attend_tile;
-            const auto first_page = static_cast<int32_t>(seen_from(position_of(begin)) / kPage),
-                       past_page = position_of(end - 1) / kPage + 1;
-            pages += count * kv_heads * (past_page - first_page);
-            // The last tiles see most positions and are claimed first: the short ones fill the end.
-            for (int64_t head = 0; head < kv_heads; ++head)
-                for (int64_t tile = count; tile-- > 0;)
-                    tiles.push_back({begin, rows, head, tile, first_page, past_page, nullptr});
+            const auto first_page = static_cast<int32_t>(seen_from(position_of(begin)) / kPage);
+            runs.push_back({begin, rows, 0, count, first_page, position_of(end - 1) / kPage + 1, nullptr});
+            pages += count * kv_heads * (runs.back().past_page - first_page);
         }
+        // By owner of a tile's first row. The last tiles see most positions and are claimed first: the short ones fill the end.
+        const std::vector<int64_t> blocks = row_blocks();
+        std::vector<int64_t> bounds{0};
+        for (size_t b = 0; b + 1 < blocks.size(); ++b, bounds.push_back(static_cast<int64_t>(tiles.size())))
+            for (const AttendWork& run : runs)
+                for (int64_t head = 0; head < kv_heads; ++head)
+                    for (int64_t tile = run.tile; tile-- > 0;)
+                        if (const int64_t row = run.begin + tile * k_.attend_tile / group; row >= blocks[b] && row < blocks[b + 1])
+                            tiles.push_back({run.begin, run.rows, head, tile, run.first_page, run.past_page, nullptr});
         const auto n = static_cast<int64_t>(tiles.size());
         if (rt_.threads() == 1 || n >= kFewTiles * rt_.threads() || pages < 2 * kPagesPerUnit)
-            attend_each(op, tiles, [&](const AttendArgs& a, const AttendWork&) { k_.attend(&a); });
+            attend_each(op, tiles, bounds, [&](const AttendArgs& a, const AttendWork&) { k_.attend(&a); });
         else
             attend_shared(op, tiles, pages);
     }
@@ -528,9 +586,9 @@ private:
                 part += (past - first) * stride;
             }
         }
-        attend_each(op, works,
+        attend_each(op, works, {},
                     [&](const AttendArgs& a, const AttendWork& w) { k_.attend_parts(&a, w.first_page, w.past_page, w.part, stride); });
-        attend_each(op, tiles,
+        attend_each(op, tiles, {},
                     [&](const AttendArgs& a, const AttendWork& w) { k_.attend_merge(&a, w.first_page, w.past_page, w.part, stride); });
     }
 

@@ -39,7 +39,8 @@ template <typename Ready> bool spin(Ready&& ready) {
 
 } // namespace
 
-ThreadPool::ThreadPool(int threads) {
+ThreadPool::ThreadPool(int threads)
+    : threads_(threads > 1 ? threads : 1), stretches_(std::make_unique<Stretch[]>(static_cast<size_t>(threads_))) {
     workers_.reserve(threads > 1 ? static_cast<size_t>(threads - 1) : 0);
     try {
         for (int i = 1; i < threads; ++i)
@@ -62,44 +63,56 @@ void ThreadPool::end() {
         t.join();
 }
 
+namespace {
+
+bool some_left(uint64_t state) { return (state & 0xffffffffu) < (state >> 32); }
+
+} // namespace
+
 bool ThreadPool::work(int worker) {
     bool any = false;
-    uint64_t s = state_.load(std::memory_order_acquire);
-    while ((s & 0xffffffffu) < (s >> 32)) {
-        if (!state_.compare_exchange_weak(s, s + 1, std::memory_order_acq_rel, std::memory_order_acquire))
-            continue;
-        call_(context_, static_cast<int64_t>(s & 0xffffffffu), worker);
-        done_.fetch_add(1, std::memory_order_release);
-        any = true;
-        s = state_.load(std::memory_order_acquire);
+    for (int i = 0; i < size(); ++i) {
+        std::atomic<uint64_t>& state = stretches_[static_cast<size_t>((worker + i) % size())].state;
+        uint64_t s = state.load(std::memory_order_acquire);
+        while (some_left(s)) {
+            if (!state.compare_exchange_weak(s, s + 1, std::memory_order_acq_rel, std::memory_order_acquire))
+                continue;
+            call_(context_, static_cast<int64_t>(s & 0xffffffffu), worker);
+            done_.fetch_add(1, std::memory_order_release);
+            any = true;
+            s = state.load(std::memory_order_acquire);
+        }
     }
     return any;
 }
 
-void ThreadPool::start(Call call, void* context, int64_t units) {
+bool ThreadPool::pending() const {
+    for (int i = 0; i < threads_; ++i)
+        if (some_left(stretches_[static_cast<size_t>(i)].state.load(std::memory_order_acquire)))
+            return true;
+    return stop_.load(std::memory_order_relaxed);
+}
+
+void ThreadPool::start(Call call, void* context, const std::vector<int64_t>& bounds) {
     call_ = call;
     context_ = context;
     done_.store(0, std::memory_order_relaxed);
-    state_.store(static_cast<uint64_t>(units) << 32, std::memory_order_release);
+    // Stretches appear one by one. A worker that claims from the first already sees the whole job: call and context were set before.
+    for (size_t i = 0; i + 1 < bounds.size(); ++i)
+        stretches_[i].state.store(static_cast<uint64_t>(bounds[i + 1]) << 32 | static_cast<uint64_t>(bounds[i]), std::memory_order_release);
     epoch_.fetch_add(1);
     if (sleepers_.load() > 0)
         epoch_.notify_all();
     work(0);
     // A worker may still hold a unit. It is running, not sleeping, unless the system took its core: then yield ours.
-    while (!spin([&] { return done_.load(std::memory_order_acquire) == units; }))
+    while (!spin([&] { return done_.load(std::memory_order_acquire) == bounds.back(); }))
         std::this_thread::yield();
 }
 
 void ThreadPool::loop(int worker) {
     FloatEnvironment environment;
     while (!stop_.load(std::memory_order_relaxed)) {
-        if (work(worker))
-            continue;
-        const auto pending = [&] {
-            const uint64_t s = state_.load(std::memory_order_acquire);
-            return (s & 0xffffffffu) < (s >> 32) || stop_.load(std::memory_order_relaxed);
-        };
-        if (spin(pending))
+        if (work(worker) || spin([this] { return pending(); }))
             continue;
         // Order matters: the epoch is read before the last look, so work published after it changes the epoch and wait() returns.
         sleepers_.fetch_add(1);

@@ -1,8 +1,12 @@
-// Worker threads that claim units of work one by one from an atomic word: a slow or preempted worker delays only the unit it holds.
+// Worker threads that claim units of work one by one from atomic words: a slow or preempted worker delays only the unit it holds.
+// Units are dealt out in one stretch for each worker; who has finished his own takes from the others. So a worker mostly meets the rows it
+// wrote itself in its own cache, which matters where cores do not share one.
 #pragma once
 #include <atomic>
 #include <cstdint>
+#include <memory>
 #include <thread>
+#include <type_traits>
 #include <vector>
 
 namespace quaff {
@@ -14,29 +18,44 @@ public:
     ThreadPool(const ThreadPool&) = delete;
     ThreadPool& operator=(const ThreadPool&) = delete;
 
-    int size() const { return static_cast<int>(workers_.size()) + 1; }
+    int size() const { return threads_; }
 
     // Calls f(unit, worker) for every unit in [0, units), worker < size(); returns when all are done. f must not throw. units < 2^32.
     template <typename F> void run(int64_t units, F&& f) {
-        if (units <= 0)
-            return;
-        if (units == 1 || workers_.empty()) {
+        std::vector<int64_t> bounds(static_cast<size_t>(size()) + 1);
+        for (int64_t w = 0; w <= size(); ++w)
+            bounds[static_cast<size_t>(w)] = units * w / size();
+        run(bounds, f);
+    }
+
+    // The same with worker w's own stretch [bounds[w], bounds[w + 1]); size() + 1 bounds, ascending from 0.
+    template <typename F> void run(const std::vector<int64_t>& bounds, F&& f) {
+        const int64_t units = bounds.back();
+        if (units <= 1 || workers_.empty()) {
             for (int64_t u = 0; u < units; ++u)
                 f(u, 0);
             return;
         }
-        start([](void* context, int64_t unit, int worker) { (*static_cast<F*>(context))(unit, worker); }, &f, units);
+        using Function = std::remove_cvref_t<F>;
+        start([](void* context, int64_t unit, int worker) { (*static_cast<const Function*>(context))(unit, worker); },
+              const_cast<Function*>(&f), bounds); // called as const only
     }
 
 private:
     using Call = void (*)(void* context, int64_t unit, int worker);
-    void start(Call call, void* context, int64_t units);
+    void start(Call call, void* context, const std::vector<int64_t>& bounds);
     bool work(int worker); // runs units until none is left; true when it ran one
     void loop(int worker);
     void end();
 
-    // Units in the high half, next unit in the low half: one compare-and-swap claims a unit of the job that is current at that moment.
-    alignas(64) std::atomic<uint64_t> state_{0};
+    bool pending() const;
+
+    // A stretch: its end in the high half, its next unit in the low half. One compare-and-swap claims a unit of the job that is current then.
+    struct alignas(64) Stretch {
+        std::atomic<uint64_t> state{0};
+    };
+    const int threads_;
+    std::unique_ptr<Stretch[]> stretches_;
     alignas(64) std::atomic<int64_t> done_{0};
     alignas(64) std::atomic<uint32_t> epoch_{0};
     std::atomic<int> sleepers_{0};
