@@ -38,7 +38,7 @@ constexpr int64_t kRowsPerUnit = 4;
 constexpr int64_t kRowsPerBlock = 120, kRowsPerTiles = 12;
 // Bytes of weights a worker claims at once when a cell has few rows: claiming costs about 50 ns, reading this much about 2 us.
 constexpr int64_t kBytesPerUnit = 64 << 10;
-constexpr int64_t kFewRows = 4;
+constexpr int64_t kFewRows = 4, kFewRowsPanels = 4;
 // The height of a tile in panels, and so the least that a worker claims of a layer with many rows.
 constexpr int64_t kLeastPanels = 2;
 // Fewer attention tiles than this for each thread leave threads idle: then the pages of a tile are shared out, so many at once.
@@ -446,10 +446,12 @@ private:
                     of_block.out += row * a.out_stride;
             }
             const int64_t panels = panel_count(w);
-            int64_t per_unit = std::clamp<int64_t>(panels / (8 * rt_.threads()), kLeastPanels, k_.panels_per_unit);
+            // With rows of his own a worker takes whole claims; else claims are small enough that workers end together.
+            const int64_t fair = blocks > 1 ? panels : panels / (8 * rt_.threads());
+            int64_t per_unit = std::clamp<int64_t>(fair, kLeastPanels, k_.panels_per_unit);
             if (rows <= kFewRows) {
                 const int64_t want = std::min(panels / (4 * rt_.threads()), kBytesPerUnit / std::max<int64_t>(1, w.panel_bytes));
-                per_unit = std::max<int64_t>(k_.panels_per_unit, want / k_.panels_per_unit * k_.panels_per_unit);
+                per_unit = std::max(kFewRowsPanels, want / kFewRowsPanels * kFewRowsPanels);
             }
             panels_per_unit[j] = per_unit;
             first[j + 1] = first[j] + (panels + per_unit - 1) / per_unit;
