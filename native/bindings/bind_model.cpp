@@ -207,6 +207,8 @@ void bind_step(nb::module_& m) {
         .def(nb::init<int>(), "threads"_a)
         .def_prop_ro("threads", &Runtime::threads)
         .def_prop_ro("scratch_bytes", &Runtime::scratch_bytes)
+        .def_prop_ro("owned_launches", &Runtime::owned_launches)
+        .def_prop_ro("shared_launches", &Runtime::shared_launches)
         .def(
             "step",
             [](Runtime& self, Model& model, const std::vector<PagePool*>& pools, In<int32_t, 1> tokens, In<int32_t, 1> positions,

@@ -115,7 +115,7 @@ template <class D, Codes codes> QUAFF_INLINE typename D::Bytes load_codes(const 
         return D::merge(x, D::load(group + low * 64 + k4 % high * 64), k4 / high * high, high, low);
 }
 
-// Adds bias, then the residual, and stores a tile's values [panel][token][16]. A panel that overhangs the last row takes the slow path.
+// Adds bias, then the residual, and stores a tile's values [panel][token][16], where there is a bias or a panel overhangs the last row.
 template <class V>
 [[gnu::noinline]] static void store_tile(const LinearArgs& a, int64_t panel, int panels, int64_t token, int tokens, const float* values) {
     for (int64_t row = panel * kLanes; panels; panels--, row += kLanes)
@@ -240,6 +240,20 @@ QUAFF_INLINE void int_tile(const LinearArgs& a, const Panels& p, const Tokens& x
             }
         }
     }
+    if (!a.bias && (panel + R) * kLanes <= a.w->rows) {
+#pragma GCC unroll 8
+        for (int t = 0; t < T; t++) {
+            float* out = a.out + (a.row_map ? a.row_map[token + t] : token + t) * a.out_stride + panel * kLanes;
+            if (a.accumulate)
+#pragma GCC unroll 4
+                for (int r = 0; r < R; r++)
+                    acc[r][t] = V::add(V::load(out + r * kLanes), acc[r][t]);
+#pragma GCC unroll 4
+            for (int r = 0; r < R; r++)
+                V::store(out + r * kLanes, acc[r][t]);
+        }
+        return;
+    }
     alignas(64) float values[R * T * kLanes];
 #pragma GCC unroll 4
     for (int r = 0; r < R; r++)
@@ -291,16 +305,7 @@ template <class F> QUAFF_INLINE void with_form(const Weight& w, F&& f) {
     }
 }
 
-template <int G> QUAFF_INLINE void fill_cell(Cell& cell, const int32_t* sums, const float* scales, int32_t offset, int64_t count) {
-    for (int64_t i = 0; i < count; i++)
-        cell.start[i] = -offset * sums[i];
-    for (int64_t i = 0; i < count; i++)
-        cell.scale[i] = scales[i / (32 / G)];
-    for (int64_t i = 0; i < count; i++)
-        cell.sum[i] = cell.scale[i] * float(sums[i]);
-}
-
-// Cells of `tokens` rows from `token` on. Full cells have a loop count that the compiler knows.
+// Cells of `tokens` rows from `token` on: whole cells, since the strides are whole ones; what lies past the last group is never used.
 template <int G>
 [[gnu::noinline]] static void prepare_tokens(const LinearArgs& a, int32_t offset, int64_t token, int64_t tokens, Tokens& x) {
     const QuantRows& rows = *a.x;
@@ -308,10 +313,14 @@ template <int G>
         const int32_t* sums = (G == 32 ? rows.sum32 : rows.sum16) + (token + t) * rows.s_stride * (32 / G);
         const float* scales = rows.scale + (token + t) * rows.s_stride;
         Cell* cell = x.cells + t;
-        int64_t left = x.groups;
-        for (; left >= 16; left -= 16, cell += tokens, sums += 16, scales += G / 2)
-            fill_cell<G>(*cell, sums, scales, offset, 16);
-        fill_cell<G>(*cell, sums, scales, offset, left);
+        for (int64_t left = x.groups; left > 0; left -= 16, cell += tokens, sums += 16, scales += G / 2) {
+            for (int i = 0; i < 16; i++)
+                cell->start[i] = int32_t(uint32_t(-offset) * uint32_t(sums[i]));
+            for (int i = 0; i < 16; i++)
+                cell->scale[i] = scales[i / (32 / G)];
+            for (int i = 0; i < 16; i++)
+                cell->sum[i] = cell->scale[i] * float(sums[i]);
+        }
     }
     x.q = rows.q + token * rows.q_stride, x.q_stride = rows.q_stride;
 }

@@ -109,7 +109,7 @@ inline constexpr int64_t kChunk = 16;
 // Quantised activations of `rows` rows: int8 codes, one f32 scale per 32, code sums per 16 and per 32.
 struct QuantRows {
     int8_t* q;      // [rows][q_stride]
-    float* scale;   // [rows][s_stride], s_stride >= cols/32
+    float* scale;   // [rows][s_stride], a multiple of 16, >= cols/32
     int32_t* sum32; // [rows][s_stride]
     int32_t* sum16; // [rows][2*s_stride]
     int64_t q_stride, s_stride;

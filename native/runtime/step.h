@@ -52,6 +52,9 @@ public:
     explicit Runtime(int threads);
     int threads() const { return pool_.size(); }
     size_t scratch_bytes() const;
+    // Launches so far whose rows each worker owned a block of, and those whose tiles' pages were shared out: for tests of what ran.
+    int64_t owned_launches() const { return owned_; }
+    int64_t shared_launches() const { return shared_; }
 
     // Throws std::invalid_argument before anything is computed, std::bad_alloc when scratch cannot grow.
     StepResult step(Model& model, const std::vector<const PagePool*>& pools, const StepInput& input, Control& control);
@@ -60,6 +63,7 @@ private:
     friend class StepRun;
     ThreadPool pool_;
     Arena residual_, buffers_, workers_, parts_;
+    int64_t owned_ = 0, shared_ = 0;
 };
 
 } // namespace quaff

@@ -188,7 +188,7 @@ struct Quantised {
     Buffer<int32_t> sum32, sum16;
     QuantRows rows;
     Quantised(const KernelTable& k, const Buffer<float>& x, int64_t count, int64_t n) {
-        const int64_t groups = n / kQuantGroup, stride = groups + 3;
+        const int64_t stride = (n / kQuantGroup + 15) / 16 * 16;
         q.resize(static_cast<size_t>(count * (n + 64)));
         scale.resize(static_cast<size_t>(count * stride));
         sum32.resize(scale.size());

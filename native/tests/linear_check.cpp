@@ -76,19 +76,19 @@ struct Activations {
     QuantRows view{};
 
     Activations(int64_t rows, int64_t cols) : rows(rows), cols(cols) {
-        const int64_t groups = cols / 32;
-        q.resize(size_t(rows * cols)), scale.resize(size_t(rows * groups)), x.resize(size_t(rows * cols));
-        sum32.resize(size_t(rows * groups)), sum16.resize(size_t(2 * rows * groups));
+        const int64_t groups = cols / 32, stride = (groups + 15) / 16 * 16;
+        q.resize(size_t(rows * cols)), scale.resize(size_t(rows * stride)), x.resize(size_t(rows * cols));
+        sum32.resize(size_t(rows * stride)), sum16.resize(size_t(2 * rows * stride));
         for (float& v : x)
             v = around(2);
         for (float& s : scale)
             s = std::fabs(around(0.05f));
         for (int64_t i = 0; i < rows * groups * 32; i++) {
-            const int64_t row = i / cols;
+            const int64_t row = i / cols, k = i % cols;
             q[size_t(i)] = int8_t(row % 5 == 1 ? 127 : row % 5 == 3 ? -127 : any(-127, 127));
-            sum32[size_t(i / 32)] += q[size_t(i)], sum16[size_t(i / 16)] += q[size_t(i)];
+            sum32[size_t(row * stride + k / 32)] += q[size_t(i)], sum16[size_t(2 * row * stride + k / 16)] += q[size_t(i)];
         }
-        view = {q.data(), scale.data(), sum32.data(), sum16.data(), cols, groups};
+        view = {q.data(), scale.data(), sum32.data(), sum16.data(), cols, stride};
     }
 };
 
@@ -104,7 +104,7 @@ std::vector<float> reference_int(const Weight& w, const Activations& a) {
                 int32_t dot = 0, sum = 0;
                 for (int64_t k = g * w.group; k < (g + 1) * w.group; k++)
                     dot += code[size_t(k)] * a.q[size_t(t * a.cols + k)], sum += a.q[size_t(t * a.cols + k)];
-                const float a_scale = a.scale[size_t(t * (a.cols / 32) + g * w.group / 32)];
+                const float a_scale = a.scale[size_t(t * a.view.s_stride + g * w.group / 32)];
                 acc = std::fma(float(dot), scale[size_t(g)] * a_scale, acc);
                 if (w.has_min)
                     acc = std::fma(min[size_t(g)], a_scale * float(sum), acc);

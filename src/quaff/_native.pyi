@@ -99,6 +99,10 @@ class Runtime:
     def threads(self) -> int: ...
     @property
     def scratch_bytes(self) -> int: ...
+    @property
+    def owned_launches(self) -> int: ...  # linear launches so far in which every worker owned a block of rows
+    @property
+    def shared_launches(self) -> int: ...  # attention launches so far in which workers shared the pages of a tile
     def step(
         self,
         model: Model,

@@ -25,6 +25,23 @@ def test_thread_count_never_shows(model: Tinyrun, threads: int) -> None:
         assert not model.read(tokens, order).difference(expected), f"{threads} threads, {order}"
 
 
+def test_rows_that_workers_own_and_pages_that_they_share_never_show(models: dict[str, Tinyrun]) -> None:
+    """Long cells give each worker rows of his own, and single rows past many pages share the pages out: both must have happened."""
+    model = models["llama-gqa"]
+    tokens = prompt(model.vocab, 600, seed=9)
+    model.use(threads=1)
+    expected = model.read(tokens)
+    alone = model.runner._runtime
+    assert alone.owned_launches == alone.shared_launches == 0
+    model.use(threads=2)
+    together = model.runner._runtime
+    assert not model.read(tokens, Order("chunk", 512)).difference(expected)
+    assert together.owned_launches > 0 and together.shared_launches == 0
+    before = together.owned_launches
+    assert not model.read(tokens, Order("token")).difference(expected)
+    assert together.owned_launches == before and together.shared_launches > 0
+
+
 @pytest.mark.parametrize("isa", ISAS)
 def test_repeated_runs_are_equal(models: dict[str, Tinyrun], isa: str) -> None:
     """Tiles are claimed in another order every time."""

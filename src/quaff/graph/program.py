@@ -76,8 +76,9 @@ class ProgramSpec:
 
     @property
     def scratch_bytes_per_row(self) -> int:
-        """Bytes of scratch for one row: f32 values, or int8 codes with an f32 scale and three int32 sums per group of 32."""
-        return sum(width * 4 if kind == F32 else width + 16 * (width // 32) for width, kind in self.buffers)
+        """Bytes of scratch for one row: f32 values, or int8 codes and a spare line with an f32 scale and three int32 sums per group of 32,
+        whose number is rounded up to 16."""
+        return sum(width * 4 if kind == F32 else width + 64 + 256 * -(-width // 512) for width, kind in self.buffers)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,104 @@
+// Linear ops of the executor: which rows and panels a worker takes.
+#include "step_run.h"
+
+#include <algorithm>
+
+namespace quaff {
+
+namespace {
+
+// Bytes of weights a worker claims at once when a cell has few rows: claiming costs about 50 ns, reading this much about 2 us.
+constexpr int64_t kBytesPerClaim = 64 << 10;
+constexpr int64_t kFewRows = 4, kFewRowsPanels = 4;
+// The height of a tile in panels, and so the least that a worker claims of a layer with many rows.
+constexpr int64_t kLeastPanels = 2;
+
+QuantRows rows_from(const QuantRows& q, int64_t row) {
+    return {q.q + row * q.q_stride,           q.scale + row * q.s_stride, q.sum32 + row * q.s_stride,
+            q.sum16 + row * 2 * q.s_stride, q.q_stride,                 q.s_stride};
+}
+
+} // namespace
+
+// Panels that a worker claims at once. With rows of his own he takes whole claims; else claims are small enough that workers end together.
+int64_t StepRun::panels_per_claim(const Weight& w, bool owned) const {
+    const int64_t panels = panel_count(w), threads = rt_.threads();
+    if (cell_size() <= kFewRows) {
+        const int64_t want = std::min(panels / (4 * threads), kBytesPerClaim / std::max<int64_t>(1, w.panel_bytes));
+        return std::max(kFewRowsPanels, want / kFewRowsPanels * kFewRowsPanels);
+    }
+    return std::clamp<int64_t>(owned ? panels : panels / (8 * threads), kLeastPanels, k_.panels_per_unit);
+}
+
+// Weight j of the op for rows [row, end) of the cell; x is their quantised input.
+LinearArgs StepRun::linear_args(const Stage& stage, const Op& op, size_t j, int64_t row, int64_t end, const QuantRows* x) const {
+    LinearArgs a{};
+    a.w = &weight(stage, op.weights[j]).matrix.w;
+    a.rows = end - row;
+    a.accumulate = op.ints[1] != 0;
+    if (const int32_t bias = op.weights[op.weights.size() / 2 + j]; bias != kNone)
+        a.bias = weight(stage, bias).vector.data();
+    if (op.inputs[0] != kNone && a.w->scales != Scales::kNone) {
+        a.x = x;
+    } else {
+        a.xf_stride = program_->buffer(op.inputs[1]).width;
+        a.xf = buffer_row(op.inputs[1], row);
+    }
+    if (const int32_t out = op.outputs[j]; out == kResidual) {
+        a.out = residual_;
+        a.out_stride = model_.dim;
+        a.row_map = cell_rows_.data() + row;
+    } else if (out == kLogits) {
+        a.out = in_.logits;
+        a.out_stride = model_.vocab;
+        a.row_map = logits_map_.data() + row;
+    } else {
+        a.out = buffer_row(out, row);
+        a.out_stride = program_->buffer(out).width;
+    }
+    return a;
+}
+
+void StepRun::linear(const Stage& stage, const Op& op, bool tail) {
+    const size_t n = op.weights.size() / 2;
+    const int64_t rows = cell_size();
+    if (std::find(op.outputs.begin(), op.outputs.end(), kLogits) != op.outputs.end()) {
+        logits_map_.clear();
+        for (const int32_t row : cell_rows_)
+            logits_map_.push_back(logits_index_[static_cast<size_t>(row)]);
+    }
+    const std::vector<int64_t> bounds = row_blocks();
+    std::vector<QuantRows> x(bounds.size() - 1);
+    rt_.owned_ += x.size() > 1;
+    std::vector<LinearArgs> args; // [block][weight]
+    for (size_t b = 0; b < x.size(); ++b) {
+        if (op.inputs[0] != kNone)
+            x[b] = rows_from(quant(op.inputs[0]), bounds[b]);
+        for (size_t j = 0; j < n; ++j)
+            args.push_back(linear_args(stage, op, j, bounds[b], bounds[b + 1], &x[b]));
+    }
+    for (size_t j = 0; j < n; ++j) {
+        const PackedWeight& m = weight(stage, op.weights[j]).matrix;
+        auto& c = result_.counters;
+        (tail ? c.head_bytes_touched : c.weight_bytes_touched) += m.bytes;
+        (tail ? c.head_macs : c.macs) += rows * m.w.rows * m.w.cols;
+    }
+    std::vector<int64_t> first(n + 1, 0), claim(n);
+    for (size_t j = 0; j < n; ++j) {
+        claim[j] = panels_per_claim(*args[j].w, x.size() > 1);
+        first[j + 1] = first[j] + (panel_count(*args[j].w) + claim[j] - 1) / claim[j];
+    }
+    const auto one = [&](int64_t u, int worker) {
+        const LinearArgs* of_block = args.data() + static_cast<size_t>(u / first[n]) * n;
+        u %= first[n];
+        size_t j = 0;
+        while (u >= first[j + 1])
+            ++j;
+        const int64_t begin = (u - first[j]) * claim[j], end = std::min(begin + claim[j], panel_count(*of_block[j].w));
+        (of_block[j].x ? k_.linear_int : k_.linear_float)(&of_block[j], begin, end, worker_scratch(worker));
+    };
+    // With a block for each worker the even stretches of the pool are the blocks.
+    rt_.pool_.run(first[n] * static_cast<int64_t>(x.size()), one);
+}
+
+} // namespace quaff

@@ -1,0 +1,111 @@
+// How the executor runs one step: the checked input, the memory of its buffers and the ops of its cells. Linear and attention ops have files of
+// their own, step_linear.cpp and step_attend.cpp.
+#pragma once
+#include "dispatch.h"
+#include "step.h"
+
+namespace quaff {
+
+constexpr size_t kAlign = 64;
+inline size_t aligned(size_t bytes) { return (bytes + kAlign - 1) / kAlign * kAlign; }
+
+class StepRun {
+public:
+    StepRun(Runtime& runtime, Model& model, const std::vector<const PagePool*>& pools, const StepInput& input, Control& control);
+    StepResult run();
+
+private:
+    // ---- checks ----
+    void check_rows();
+    void check_cells();
+    static bool writes_logits(const Stage& stage);
+    void resolve_pages();
+    void check_visible(int32_t kind, int32_t window);
+    void reserve();
+
+    // ---- one stage ----
+    static const ModelWeight& weight(const Stage& stage, int32_t slot) { return *stage.weights[static_cast<size_t>(slot)]; }
+    int64_t cell_size() const { return static_cast<int64_t>(cell_rows_.size()); }
+    uint8_t* worker_scratch(int worker) const { return scratch_ + scratch_bytes_ * static_cast<size_t>(worker); }
+    void run_stage(size_t index);
+    void run_op(const Stage& stage, const Op& op, bool tail);
+
+    // First rows of the blocks that workers own, and the end: one block each when the cell has rows enough, else one for all.
+    std::vector<int64_t> row_blocks() const;
+    // Units by owner, where every worker has a block of rows; else dealt out evenly.
+    template <typename F> void run_owned(const std::vector<int64_t>& bounds, int64_t units, F&& f) {
+        if (bounds.size() == static_cast<size_t>(rt_.threads()) + 1)
+            rt_.pool_.run(bounds, f);
+        else
+            rt_.pool_.run(units, f);
+    }
+    // f(cell row, worker) for every row of the cell.
+    template <typename F> void each_row(F&& f);
+
+    float* residual_row(int64_t i) const { return residual_ + cell_rows_[static_cast<size_t>(i)] * model_.dim; }
+    float* buffer_row(int32_t id, int64_t i) const {
+        return floats_[static_cast<size_t>(id - kFirstScratch)] + i * program_->buffer(id).width;
+    }
+    float* source_row(int32_t id, int64_t i) const { return id == kResidual ? residual_row(i) : buffer_row(id, i); }
+    const QuantRows& quant(int32_t id) const { return ints_[static_cast<size_t>(id - kFirstScratch)]; }
+    int32_t segment_of(int64_t i) const { return in_.segment_of_row[cell_rows_[static_cast<size_t>(i)]]; }
+    int32_t position_of(int64_t i) const { return in_.positions[cell_rows_[static_cast<size_t>(i)]]; }
+
+    void quantize(const float* x, int32_t id, int64_t i) const {
+        const QuantRows& q = quant(id);
+        k_.quantize_row(x, program_->buffer(id).width, q.q + i * q.q_stride, q.scale + i * q.s_stride, q.sum32 + i * q.s_stride,
+                        q.sum16 + i * 2 * q.s_stride);
+    }
+
+    // Where an op that may leave only the quantised form puts its f32 row.
+    float* result_row(const Op& op, int64_t i, int worker) const {
+        return op.outputs[0] != kNone ? buffer_row(op.outputs[0], i) : reinterpret_cast<float*>(worker_scratch(worker));
+    }
+
+    void embed(const Stage& stage, const Op& op);
+    void rms_norm(const Stage& stage, const Op& op);
+    void rope(const Op& op);
+    void glu(const Op& op);
+
+    // ---- step_linear.cpp ----
+    int64_t panels_per_claim(const Weight& w, bool owned) const;
+    LinearArgs linear_args(const Stage& stage, const Op& op, size_t j, int64_t row, int64_t end, const QuantRows* x) const;
+    void linear(const Stage& stage, const Op& op, bool tail);
+
+    // ---- step_attend.cpp ----
+    // Attention of one tile over pages [first, past): the vectors of up to attend_tile (row, head) pairs of one segment that share a KV head,
+    // row by row. `part` is where a tile whose pages are shared out leaves what it found in them.
+    struct AttendWork {
+        int64_t begin, rows, head, tile; // rows of the cell that are the segment's; which KV head; which tile of theirs
+        int32_t first_page, past_page;
+        float* part;
+    };
+    void kv_write(const Op& op);
+    template <typename Kernel>
+    void attend_each(const Op& op, const std::vector<AttendWork>& works, const std::vector<int64_t>& bounds, Kernel&& kernel);
+    void attend(const Op& op);
+    void attend_shared(const Op& op, std::vector<AttendWork>& tiles, int64_t pages);
+
+    Runtime& rt_;
+    Model& model_;
+    const std::vector<const PagePool*>& pools_;
+    const StepInput& in_;
+    Control& control_;
+    const KernelTable& k_;
+    const int64_t rows_;
+    int64_t capacity_ = 1, max_position_ = 0;
+    int32_t segments_ = 0;
+    std::vector<std::atomic<int32_t>> poisoned_;
+    std::vector<int32_t> logits_index_, logits_map_, cell_rows_;
+    std::vector<std::vector<std::vector<uint16_t*>>> pages_; // [kind][segment][page]
+    float* residual_ = nullptr;
+    uint8_t *buffers_ = nullptr, *scratch_ = nullptr;
+    size_t scratch_bytes_ = 0;
+    const Program* program_ = nullptr;
+    std::vector<float*> floats_;
+    std::vector<QuantRows> ints_;
+    std::vector<size_t> first_op_; // of every stage in op_seconds
+    StepResult result_;
+};
+
+} // namespace quaff
