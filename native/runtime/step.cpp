@@ -340,8 +340,7 @@ void StepRun::rms_norm(const Stage& stage, const Op& op) {
 void StepRun::rope(const Op& op) {
     const RopeTable& table = *model_.ropes[static_cast<size_t>(op.ints[0])];
     each_row([&](int64_t i, int) {
-        k_.rope(buffer_row(op.inputs[0], i), table.row(position_of(i)), op.ints[1], op.ints[2], table.rotary_dim() / 2,
-                op.ints[3] != 0);
+        k_.rope(buffer_row(op.inputs[0], i), table.row(position_of(i)), op.ints[1], op.ints[2], table.rotary_dim() / 2, op.ints[3] != 0);
     });
 }
 

@@ -14,8 +14,12 @@ constexpr int64_t kFewRows = 4, kFewRowsPanels = 4;
 constexpr int64_t kLeastPanels = 2;
 
 QuantRows rows_from(const QuantRows& q, int64_t row) {
-    return {q.q + row * q.q_stride,           q.scale + row * q.s_stride, q.sum32 + row * q.s_stride,
-            q.sum16 + row * 2 * q.s_stride, q.q_stride,                 q.s_stride};
+    return {q.q + row * q.q_stride,
+            q.scale + row * q.s_stride,
+            q.sum32 + row * q.s_stride,
+            q.sum16 + row * 2 * q.s_stride,
+            q.q_stride,
+            q.s_stride};
 }
 
 } // namespace
