@@ -93,6 +93,17 @@ struct VecAvx512 {
     }
     QUAFF_INLINE static int32_t isum(I v) { return _mm512_reduce_add_epi32(v); }
     QUAFF_INLINE static int32_t itop(I v) { return _mm512_reduce_max_epi32(v); }
+    // Four vectors of codes as bytes, and the sum of each: packing leaves 4 codes of every vector in each quarter of the register, where vpdpbusd adds
+    // them, so that adding the quarters gives the four sums in order.
+    QUAFF_INLINE static void store_codes(int8_t* q, const I* codes, int32_t* sums) {
+        const I packed = _mm512_packs_epi16(_mm512_packs_epi32(codes[0], codes[1]), _mm512_packs_epi32(codes[2], codes[3]));
+        const I order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
+        _mm512_storeu_si512(q, _mm512_permutexvar_epi32(order, packed));
+        const I fours = _mm512_dpbusd_epi32(_mm512_setzero_si512(), _mm512_set1_epi8(1), packed);
+        const __m256i halves = _mm256_add_epi32(_mm512_castsi512_si256(fours), _mm512_extracti64x4_epi64(fours, 1));
+        _mm_storeu_si128(reinterpret_cast<__m128i*>(sums),
+                         _mm_add_epi32(_mm256_castsi256_si128(halves), _mm256_extracti128_si256(halves, 1)));
+    }
 
     // 32 floats as 16 pairs: first and second of each, and back.
     QUAFF_INLINE static void unzip(const float* p, F& first, F& second) {
