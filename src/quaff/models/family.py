@@ -6,6 +6,9 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol, overload
 
+import numpy as np
+from numpy.typing import NDArray
+
 from quaff.config import AttentionConfig, LayerConfig, ModelConfig, RopeConfig
 from quaff.errors import ConfigError, UnsupportedError, quote
 
@@ -88,8 +91,34 @@ class Builder(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
+class Imported:
+    """Tensor `name` of the table, made from tensors of a Hugging Face folder: by `make` from the sources as f32, or the one source."""
+
+    name: str
+    sources: tuple[str, ...]
+    make: Callable[..., NDArray[np.float32]] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class HuggingFace:
+    """How a Hugging Face folder becomes what a GGUF file of the family holds.
+
+    `metadata`: config.json -> metadata keys with `general.architecture`, tokenizer apart. `tensors`: config.json -> every tensor
+    of the table that the folder can give. `ignored`: patterns (re.fullmatch) of tensors that carry nothing.
+    """
+
+    model_types: tuple[str, ...]
+    metadata: Callable[[Mapping[str, Any]], dict[str, Any]]
+    tensors: Callable[[Mapping[str, Any]], Iterator[Imported]]
+    ignored: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class Family:
-    """One architecture. `refused` names tensors that mean a feature we lack, with the feature's name."""
+    """One architecture. `refused` names tensors that mean a feature we lack, with the feature's name.
+
+    Without `huggingface` only GGUF files hold it.
+    """
 
     name: str
     config: Callable[[Mapping[str, Any], Tensors], ModelConfig]
@@ -99,6 +128,7 @@ class Family:
     ffn: Callable[[Builder, ModelConfig, LayerConfig, Weights], None]
     head: Callable[[Builder, ModelConfig, Weights], None]
     refused: Mapping[str, str]
+    huggingface: HuggingFace | None = None
 
     def check(self, config: ModelConfig, tensors: Tensors) -> None:
         """Compare the checkpoint with the table, both ways. ConfigError names the tensor that is missing, unexpected or misshapen."""
