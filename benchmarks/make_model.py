@@ -16,6 +16,7 @@ import sys
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 
 import numpy as np
@@ -27,7 +28,8 @@ PIECE_BYTES = 8 << 20
 
 @dataclass(frozen=True)
 class Shape:
-    """Sizes of a decoder with a tied embedding, of an architecture that is Llama's but for biases on q, k and v (qwen2)."""
+    """Sizes of a decoder with a tied embedding, of an architecture that is Llama's but for biases on q, k and v (qwen2), or for QK-norms
+    and short convolutions in all layers but `attends` (lfm2)."""
 
     dim: int
     ffn_dim: int
@@ -39,12 +41,16 @@ class Shape:
     rope_theta: float
     context: int
     architecture: str = "llama"
+    attends: tuple[int, ...] = ()
+    taps: int = 3
 
 
 SHAPES = {
     "tiny": Shape(64, 192, 2, 4, 2, 16, 512, 1e4, 512),
     "smollm2-135m": Shape(576, 1536, 30, 9, 3, 64, 49152, 1e5, 8192),
     "smollm2-360m": Shape(960, 2560, 32, 15, 5, 64, 49152, 1e5, 8192),
+    "tiny-lfm2": Shape(256, 512, 4, 4, 2, 64, 512, 1e6, 512, "lfm2", (1,)),
+    "lfm2-350m": Shape(1024, 4608, 16, 16, 8, 64, 65536, 1e6, 128000, "lfm2", (2, 5, 8, 10, 12, 14)),
     "tiny-qwen2": Shape(256, 512, 28, 4, 2, 64, 512, 1e6, 512, "qwen2"),
     # Few KV heads, a wide ffn, a large vocabulary; llama-1.5b is the same without biases.
     "qwen2-1.5b": Shape(1536, 8960, 28, 12, 2, 128, 151936, 1e6, 32768, "qwen2"),
@@ -131,32 +137,37 @@ def tensor_type(kind: str, layer: int, role: str, layers: int, columns: int) -> 
 
 def nbytes(size: tuple[int, ...], kind: str) -> int:
     if kind == "f32":
-        return 4 * size[0]
+        return 4 * prod(size)
     weights, block_bytes, _ = BLOCKS[kind]
     return size[0] * size[1] // weights * block_bytes
 
 
 def tensors(shape: Shape, kind: str) -> Iterator[tuple[str, tuple[int, ...], str]]:
     """(name, shape in rows x columns, type) in file order."""
-    q, kv = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
     yield "token_embd.weight", (shape.vocab, shape.dim), tensor_type(kind, 0, "token_embd", shape.layers, shape.dim)
     for layer in range(shape.layers):
-        for role, size in (
-            ("attn_norm", (shape.dim,)),
-            ("attn_q", (q, shape.dim)),
-            ("attn_k", (kv, shape.dim)),
-            ("attn_v", (kv, shape.dim)),
-            ("attn_output", (shape.dim, q)),
-            ("ffn_norm", (shape.dim,)),
-            ("ffn_gate", (shape.ffn_dim, shape.dim)),
-            ("ffn_up", (shape.ffn_dim, shape.dim)),
-            ("ffn_down", (shape.dim, shape.ffn_dim)),
-        ):
-            t = "f32" if len(size) == 1 else tensor_type(kind, layer, role, shape.layers, size[1])
+        for role, size in roles(shape, layer):
+            t = "f32" if len(size) == 1 or role == "shortconv.conv" else tensor_type(kind, layer, role, shape.layers, size[1])
             yield f"blk.{layer}.{role}.weight", size, t
             if shape.architecture == "qwen2" and role in ("attn_q", "attn_k", "attn_v"):
                 yield f"blk.{layer}.{role}.bias", size[:1], "f32"
-    yield "output_norm.weight", (shape.dim,), "f32"
+    yield "token_embd_norm.weight" if shape.architecture == "lfm2" else "output_norm.weight", (shape.dim,), "f32"
+
+
+def roles(shape: Shape, layer: int) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """(role, size) of a layer's tensors in file order."""
+    dim, q, kv = shape.dim, shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+    yield "attn_norm", (dim,)
+    if shape.architecture == "lfm2" and layer not in shape.attends:
+        yield "shortconv.in_proj", (3 * dim, dim)
+        yield "shortconv.conv", (dim, shape.taps)
+        yield "shortconv.out_proj", (dim, dim)
+    else:
+        yield from (("attn_q", (q, dim)), ("attn_k", (kv, dim)), ("attn_v", (kv, dim)), ("attn_output", (dim, q)))
+        if shape.architecture == "lfm2":
+            yield from (("attn_q_norm", (shape.head_dim,)), ("attn_k_norm", (shape.head_dim,)))
+    yield "ffn_norm", (dim,)
+    yield from (("ffn_gate", (shape.ffn_dim, dim)), ("ffn_up", (shape.ffn_dim, dim)), ("ffn_down", (dim, shape.ffn_dim)))
 
 
 def byte_names() -> list[str]:
@@ -189,7 +200,11 @@ def write_model(path: Path, name: str, kind: str = "q4_0", seed: int = 1) -> int
     writer.add_embedding_length(shape.dim)
     writer.add_feed_forward_length(shape.ffn_dim)
     writer.add_head_count(shape.heads)
-    writer.add_head_count_kv(shape.kv_heads)
+    if shape.architecture == "lfm2":
+        writer.add_head_count_kv([shape.kv_heads if layer in shape.attends else 0 for layer in range(shape.layers)])
+        writer.add_shortconv_l_cache(shape.taps)
+    else:
+        writer.add_head_count_kv(shape.kv_heads)
     writer.add_key_length(shape.head_dim)
     writer.add_value_length(shape.head_dim)
     writer.add_rope_dimension_count(shape.head_dim)
@@ -216,7 +231,9 @@ def write_model(path: Path, name: str, kind: str = "q4_0", seed: int = 1) -> int
             writer.write_padding(file, file.tell())
             for tensor, size, t in plan:
                 stream = random_bytes(seed, tensor)
-                if t == "f32":
+                if t == "f32" and len(size) == 2:
+                    (next(stream)[: prod(size)].astype("<f4") / 128 - 1).tofile(file)  # uniform in -1..1: three taps have norm one
+                elif t == "f32":
                     least = -0.25 if tensor.endswith(".bias") else 0.75
                     (least + next(stream)[: size[0]].astype("<f4") / 512).tofile(file)
                 else:

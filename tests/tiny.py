@@ -91,7 +91,7 @@ class Tiny:
         writer = gguf.GGUFWriter(path, self.architecture)
         writer.add_name(f"tiny {self.architecture}")
         for key, value in self.metadata().items():
-            add = {int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}[type(value)]
+            add = {int: writer.add_uint32, float: writer.add_float32, str: writer.add_string, list: writer.add_array}[type(value)]
             add(key, value)
         self._write_tokenizer(writer)
         rng = np.random.default_rng(self.seed)
@@ -124,6 +124,37 @@ class Tiny:
         writer.add_eos_token_id(tokens.index("<|im_end|>"))
         writer.add_add_bos_token(False)
         writer.add_chat_template(CHAT_TEMPLATE)
+
+
+@dataclass(frozen=True)
+class TinyLfm2(Tiny):
+    """Short convolutions of `taps` taps in all layers but `attends`."""
+
+    architecture: str = "lfm2"
+    layers: int = 4
+    attends: tuple[int, ...] = (1,)
+    taps: int = 3
+
+    def tensors(self) -> dict[str, tuple[tuple[int, ...], str]]:
+        d, out = self.dim, {}
+        for name, tensor in super().tensors().items():
+            if name == "output_norm.weight":
+                out["token_embd_norm.weight"] = tensor
+                continue
+            _, layer, role, *_ = [*name.split("."), "", ""]
+            if not layer.isdigit() or int(layer) in self.attends or role not in ("attn_q", "attn_k", "attn_v", "attn_output"):
+                out[name] = tensor
+            elif role == "attn_q":
+                out[f"blk.{layer}.shortconv.in_proj.weight"] = ((3 * d, d), self._type("in_proj"))
+                out[f"blk.{layer}.shortconv.conv.weight"] = ((d, self.taps), "F32")
+                out[f"blk.{layer}.shortconv.out_proj.weight"] = ((d, d), self._type("out_proj"))
+        for layer in self.attends:
+            out |= {f"blk.{layer}.{role}.weight": ((self.head_dim,), "F32") for role in ("attn_q_norm", "attn_k_norm")}
+        return out
+
+    def metadata(self) -> dict[str, Any]:
+        heads = [self.kv_heads if i in self.attends else 0 for i in range(self.layers)]
+        return super().metadata() | {"lfm2.attention.head_count_kv": heads, "lfm2.shortconv.l_cache": self.taps}
 
 
 def byte_level_vocabulary(size: int) -> tuple[list[str], list[str]]:
@@ -208,6 +239,10 @@ CASES: dict[str, Tiny] = {
     "qwen2": Tiny("qwen2", dim=96, heads=6, kv_heads=2, types={"": "Q8_0", "attn_v": "Q4_1"}, vocab=304, seed=7),
     "gemma3": Tiny("gemma3", layers=6, heads=2, kv_heads=1, head_dim=32, window=24, types=MIXED, seed=5),
     "gemma3-wide": Tiny("gemma3", layers=7, heads=4, kv_heads=2, head_dim=16, window=80, rope_factor=8.0, vocab=305, seed=6),
+    "lfm2": TinyLfm2(types={"": "Q8_0", "in_proj": "Q4_0"}, seed=8),
+    "lfm2-float": TinyLfm2(
+        dim=40, heads=3, kv_heads=1, layers=3, ffn_dim=72, attends=(0, 2), taps=4, types={"": "F16"}, embedding="F16", seed=9
+    ),
 }
 
 

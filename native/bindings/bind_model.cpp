@@ -19,6 +19,13 @@ namespace {
 
 std::span<const int32_t> span(const In<int32_t, 1>& a) { return {a.data(), a.size()}; }
 
+std::vector<std::span<const int32_t>> spans(const std::vector<In<int32_t, 1>>& arrays) {
+    std::vector<std::span<const int32_t>> out;
+    for (const auto& a : arrays)
+        out.push_back(span(a));
+    return out;
+}
+
 void bind_weight(nb::module_& m) {
     m.def(
         "packed_bytes",
@@ -125,6 +132,35 @@ void bind_state(nb::module_& m) {
             "page"_a);
 }
 
+void bind_states(nb::module_& m) {
+    const auto held = [](const StatePool& p, int32_t slot) {
+        if (!p.holds(slot))
+            throw std::invalid_argument("state slot " + std::to_string(slot) + " is not in use");
+    };
+    nb::class_<StatePool>(m, "StatePool")
+        .def(nb::init<int64_t, int64_t>(), "layers"_a, "size"_a)
+        .def_prop_ro("slot_bytes", &StatePool::slot_bytes)
+        .def_prop_ro("slots_in_use", &StatePool::in_use)
+        .def("take", &StatePool::take)
+        .def(
+            "give",
+            [held](StatePool& p, int32_t slot) {
+                held(p, slot);
+                p.give(slot);
+            },
+            "slot"_a)
+        .def(
+            "array",
+            [held](const StatePool& p, int32_t slot) {
+                held(p, slot);
+                float* out;
+                auto array = new_array<float>({static_cast<size_t>(p.layers()), static_cast<size_t>(p.size())}, &out);
+                std::memcpy(out, p.data(slot), static_cast<size_t>(p.slot_bytes()));
+                return array;
+            },
+            "slot"_a);
+}
+
 using OpTuple =
     std::tuple<int32_t, std::vector<int32_t>, std::vector<int32_t>, std::vector<int32_t>, std::vector<int32_t>, std::vector<float>>;
 
@@ -197,6 +233,7 @@ void bind_step(nb::module_& m) {
             d["launches"] = c.launches;
             d["macs"] = c.macs;
             d["attention_macs"] = c.attention_macs;
+            d["state_macs"] = c.state_macs;
             d["head_macs"] = c.head_macs;
             d["head_rows"] = c.head_rows;
             d["kv_bytes_written"] = c.kv_bytes_written;
@@ -211,10 +248,11 @@ void bind_step(nb::module_& m) {
         .def_prop_ro("shared_launches", &Runtime::shared_launches)
         .def(
             "step",
-            [](Runtime& self, Model& model, const std::vector<PagePool*>& pools, In<int32_t, 1> tokens, In<int32_t, 1> positions,
-               In<int32_t, 1> segment_of_row, const std::vector<std::vector<In<int32_t, 1>>>& page_tables, In<int32_t, 1> cell_stage,
-               In<int32_t, 1> cell_ranges, In<int32_t, 2> ranges, In<int32_t, 1> logits_rows, Out<float, 2> logits, Control& control,
-               bool profile) {
+            [](Runtime& self, Model& model, const std::vector<PagePool*>& pools, const std::vector<StatePool*>& state_pools,
+               In<int32_t, 1> tokens, In<int32_t, 1> positions, In<int32_t, 1> segment_of_row,
+               const std::vector<std::vector<In<int32_t, 1>>>& page_tables, const std::vector<std::vector<In<int32_t, 1>>>& states,
+               In<int32_t, 1> cell_stage, In<int32_t, 1> cell_ranges, In<int32_t, 2> ranges, In<int32_t, 1> logits_rows,
+               Out<float, 2> logits, Control& control, bool profile) {
                 if (ranges.shape(1) != 2)
                     throw std::invalid_argument("step: ranges must be [n, 2]");
                 if (logits.shape(0) != logits_rows.size() || static_cast<int64_t>(logits.shape(1)) != model.vocab)
@@ -223,11 +261,10 @@ void bind_step(nb::module_& m) {
                 in.tokens = span(tokens);
                 in.positions = span(positions);
                 in.segment_of_row = span(segment_of_row);
-                for (const auto& kind : page_tables) {
-                    auto& tables = in.page_tables.emplace_back();
-                    for (const auto& table : kind)
-                        tables.push_back(span(table));
-                }
+                for (const auto& kind : page_tables)
+                    in.page_tables.push_back(spans(kind));
+                for (const auto& kind : states)
+                    in.states.push_back(spans(kind));
                 in.cell_stage = span(cell_stage);
                 in.cell_ranges = span(cell_ranges);
                 in.ranges = {ranges.data(), ranges.size()};
@@ -235,11 +272,12 @@ void bind_step(nb::module_& m) {
                 in.logits = logits.data();
                 in.profile = profile;
                 const std::vector<const PagePool*> held(pools.begin(), pools.end());
+                const std::vector<const StatePool*> held_states(state_pools.begin(), state_pools.end());
                 nb::gil_scoped_release release;
-                return self.step(model, held, in, control);
+                return self.step(model, held, held_states, in, control);
             },
-            "model"_a, "pools"_a, "tokens"_a, "positions"_a, "segment_of_row"_a, "page_tables"_a, "cell_stage"_a, "cell_ranges"_a,
-            "ranges"_a, "logits_rows"_a, "logits"_a, "control"_a, "profile"_a = false);
+            "model"_a, "pools"_a, "state_pools"_a, "tokens"_a, "positions"_a, "segment_of_row"_a, "page_tables"_a, "states"_a,
+            "cell_stage"_a, "cell_ranges"_a, "ranges"_a, "logits_rows"_a, "logits"_a, "control"_a, "profile"_a = false);
 }
 
 } // namespace
@@ -247,6 +285,7 @@ void bind_step(nb::module_& m) {
 void bind_model(nb::module_& m) {
     bind_weight(m);
     bind_state(m);
+    bind_states(m);
     bind_program(m);
     bind_step(m);
 }

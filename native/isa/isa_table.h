@@ -2,6 +2,7 @@
 #pragma once
 #include "../kernels/activation.h"
 #include "../kernels/attention.h"
+#include "../kernels/conv.h"
 #include "../kernels/linear.h"
 #include "../kernels/norm.h"
 #include "../kernels/quantize.h"
@@ -21,6 +22,7 @@ template <class D> static constexpr KernelTable make_table(const char* isa) {
         .rope = kernels::rope<V>,
         .swiglu = kernels::swiglu<V>,
         .geglu_tanh = kernels::geglu_tanh<V>,
+        .conv = kernels::conv<V>,
         .add = kernels::add_row<V>,
         .scale = kernels::scale_row<V>,
         .kv_write = kernels::kv_write<V>,

@@ -142,6 +142,17 @@ struct AttendArgs {
     float* scratch;               // attend_scratch_floats(dim) floats, 64-byte aligned
 };
 
+// One row of a causal convolution of `channels` channels: taps[t] of a channel times row t of its values, oldest first.
+struct ConvArgs {
+    const float* const* rows;    // [taps] -> [channels], null: before the sequence began
+    const float* const* factors; // [taps] -> [channels] that row t is multiplied by first, or null
+    const float* w;              // panels of 16 channels: [tap][16]
+    const float* bias;           // [channels] or null
+    const float* gate;           // [channels]: y = gate * sum; null: y = silu(sum)
+    float* y;
+    int64_t channels, taps;
+};
+
 struct KernelTable {
     const char* isa;
 
@@ -154,8 +165,9 @@ struct KernelTable {
     void (*rope)(float* x, const float* cs, int64_t heads, int64_t dim, int64_t half, bool interleaved);
     void (*swiglu)(const float* gate, const float* up, float* y, int64_t n);     // silu(g) * u
     void (*geglu_tanh)(const float* gate, const float* up, float* y, int64_t n); // gelu_tanh(g) * u
-    void (*add)(float* y, const float* x, int64_t n);                            // y = y + x
-    void (*scale)(float* y, float s, int64_t n);                                 // y = y * s
+    void (*conv)(const ConvArgs*);
+    void (*add)(float* y, const float* x, int64_t n); // y = y + x
+    void (*scale)(float* y, float s, int64_t n);      // y = y * s
     // Clamp to +-65504, round to f16, store position `slot` of a page of one head: k -> kpage[d*64+slot], v -> vpage[slot*dim+d].
     void (*kv_write)(const float* k, const float* v, uint16_t* kpage, uint16_t* vpage, int64_t dim, int64_t slot);
     void (*attend)(const AttendArgs*);

@@ -16,9 +16,9 @@ struct Arity {
     int inputs, outputs, weights, ints, floats;
 };
 constexpr Arity kArity[] = {
-    {"embed", 0, 1, 1, 0, 1},    {"rms_norm", 1, 2, 1, 1, 1}, {"quantize", 1, 1, 0, 0, 0},
-    {"linear", 2, -1, -1, 2, 0}, {"rope", 1, 1, 0, 4, 0},     {"kv_write", 2, 0, 0, 4, 0},
-    {"attend", 1, 1, 0, 6, 2},   {"glu", 2, 2, 0, 1, 0},      {"add", 1, 1, 0, 0, 0},
+    {"embed", 0, 1, 1, 0, 1}, {"rms_norm", 1, 2, 1, 1, 1}, {"quantize", 1, 1, 0, 0, 0}, {"linear", 2, -1, -1, 2, 0},
+    {"rope", 1, 1, 0, 4, 0},  {"kv_write", 2, 0, 0, 4, 0}, {"attend", 1, 1, 0, 6, 2},   {"glu", 2, 2, 0, 1, 0},
+    {"add", 1, 1, 0, 0, 0},   {"conv", 1, 2, 2, 5, 0},
 };
 static_assert(std::size(kArity) == static_cast<size_t>(OpKind::kCount));
 
@@ -98,6 +98,15 @@ public:
         case OpKind::kAdd:
             scratch(in[0], false);
             need(out[0] == kResidual, "adds to the residual only");
+            break;
+        case OpKind::kConv:
+            scratch(in[0], false);
+            need(ints[2] >= 1 && ints[3] >= 2 && ints[3] <= kMaxTaps, "needs channels, and 2 to 16 taps");
+            need(ints[4] == 0 || ints[4] == 1, "has an unknown form");
+            need(width(in[0]) == int64_t{ints[2]} * (ints[4] == static_cast<int32_t>(ConvForm::kGated) ? 3 : 1),
+                 "channels and width disagree");
+            need(in[0] != out[0], "cannot work in place");
+            results(out, ints[2]);
             break;
         case OpKind::kCount:
             break;
@@ -216,20 +225,35 @@ int32_t Model::add_stage(std::shared_ptr<const Program> program, std::vector<std
             if (width(op.inputs[0]) != dim)
                 refuse(i, "add input is not as wide as the residual");
             break;
+        case OpKind::kConv: {
+            const Weight& w = matrix(i, op.weights[0], op.ints[2], op.ints[3]);
+            if (w.codes != Codes::kF32)
+                refuse(i, "the taps of a convolution must be F32");
+            if (op.weights[1] != kNone)
+                vector(i, op.weights[1], op.ints[2]);
+            break;
+        }
         default:
             break;
         }
     }
-    if (std::any_of(p.ops.begin(), p.ops.end(), [](const Op& op) { return op.kind == OpKind::kKvWrite; }))
+    if (std::any_of(p.ops.begin(), p.ops.end(), [](const Op& op) { return op.kind == OpKind::kKvWrite || op.kind == OpKind::kConv; }))
         last_mixer = stages.size();
     stages.push_back({std::move(program), std::move(weights)});
     return static_cast<int32_t>(stages.size()) - 1;
 }
 
-void Model::check_pools(const std::vector<const PagePool*>& pools) const {
+void Model::check_pools(const std::vector<const PagePool*>& pools, const std::vector<const StatePool*>& states) const {
     for (const Stage& s : stages)
         for (size_t i = 0; i < s.program->ops.size(); ++i) {
             const Op& op = s.program->ops[i];
+            if (op.kind == OpKind::kConv) {
+                const int32_t kind = op.ints[0], layer = op.ints[1];
+                if (kind < 0 || kind >= static_cast<int32_t>(states.size()) || layer < 0 ||
+                    layer >= states[static_cast<size_t>(kind)]->layers() ||
+                    states[static_cast<size_t>(kind)]->size() != int64_t{op.ints[3] - 1} * op.ints[2])
+                    refuse(i, "no state pool of kind " + std::to_string(kind) + " fits layer " + std::to_string(layer));
+            }
             if (op.kind != OpKind::kKvWrite && op.kind != OpKind::kAttend)
                 continue;
             const bool attend = op.kind == OpKind::kAttend;

@@ -3,6 +3,7 @@
 #include "pack/pack.h"
 #include "pages.h"
 #include "rope.h"
+#include "states.h"
 
 #include <cstdint>
 #include <memory>
@@ -10,9 +11,14 @@
 
 namespace quaff {
 
-enum class OpKind : int32_t { kEmbed = 0, kRmsNorm, kQuantize, kLinear, kRope, kKvWrite, kAttend, kGlu, kAdd, kCount };
+enum class OpKind : int32_t { kEmbed = 0, kRmsNorm, kQuantize, kLinear, kRope, kKvWrite, kAttend, kGlu, kAdd, kConv, kCount };
+
+// What a convolution does with its sum: C * sum, its input being [B | C | x] and B*x what it sums; or silu(sum).
+enum class ConvForm : int32_t { kGated = 0, kSilu };
 
 inline constexpr int32_t kResidual = 0, kLogits = 1, kFirstScratch = 2, kNone = -1;
+
+inline constexpr int32_t kMaxTaps = 16;
 
 struct Op {
     OpKind kind;
@@ -52,12 +58,13 @@ public:
     Model(int64_t dim, int64_t vocab) : dim(dim), vocab(vocab) {}
     int32_t add_rope(std::shared_ptr<RopeTable> table);
     int32_t add_stage(std::shared_ptr<const Program> program, std::vector<std::shared_ptr<const ModelWeight>> weights); // checks shapes
-    void check_pools(const std::vector<const PagePool*>& pools) const; // every KV op finds its pool
+    // Every op that touches pages or recurrent state finds its pool.
+    void check_pools(const std::vector<const PagePool*>& pools, const std::vector<const StatePool*>& states) const;
 
     const int64_t dim, vocab;
     std::vector<std::shared_ptr<RopeTable>> ropes;
     std::vector<Stage> stages;
-    size_t last_mixer = 0; // last stage that touches KV state: later ones run only for rows whose logits are wanted
+    size_t last_mixer = 0; // last stage that leaves state behind: later ones run only for rows whose logits are wanted
 };
 
 } // namespace quaff

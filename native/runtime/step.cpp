@@ -28,8 +28,6 @@ size_t buffer_bytes(const Buffer& b, int64_t rows) {
     return aligned(n * static_cast<size_t>(q_stride(b.width))) + aligned(n * scales * 4) * 2 + aligned(n * scales * 8);
 }
 
-// Few enough that a small cell still feeds every worker, many enough that claiming costs nothing.
-constexpr int64_t kRowsPerUnit = 4;
 // Rows that make it worth every worker's while to unpack all weights for its own rows: what one core writes is then read by the same core.
 // Blocks begin at whole units and whole tiles of 2, 3, 4 or 6 rows.
 constexpr int64_t kRowsPerBlock = 120, kRowsPerTiles = 12;
@@ -53,13 +51,15 @@ Runtime::Runtime(int threads) : pool_(threads) {
 
 size_t Runtime::scratch_bytes() const { return residual_.bytes() + buffers_.bytes() + workers_.bytes() + parts_.bytes(); }
 
-StepRun::StepRun(Runtime& runtime, Model& model, const std::vector<const PagePool*>& pools, const StepInput& input, Control& control)
-    : rt_(runtime), model_(model), pools_(pools), in_(input), control_(control), k_(kernels()),
+StepRun::StepRun(Runtime& runtime, Model& model, const std::vector<const PagePool*>& pools, const std::vector<const StatePool*>& states,
+                 const StepInput& input, Control& control)
+    : rt_(runtime), model_(model), pools_(pools), state_pools_(states), in_(input), control_(control), k_(kernels()),
       rows_(static_cast<int64_t>(input.tokens.size())) {
     check_rows();
     check_cells();
-    model_.check_pools(pools_);
+    model_.check_pools(pools_, state_pools_);
     resolve_pages();
+    resolve_states();
     for (const auto& rope : model_.ropes)
         rope->ensure(max_position_ + 1);
     reserve();
@@ -107,6 +107,8 @@ void StepRun::check_rows() {
             refuse("segments must be consecutive");
         if (in_.segment_of_row[r] == before && in_.positions[r] != in_.positions[r - 1] + 1)
             refuse("positions of a segment must ascend by one");
+        if (in_.segment_of_row[r] != before)
+            segment_begin_.push_back(r);
         max_position_ = std::max<int64_t>(max_position_, in_.positions[r]);
     }
     segments_ = in_.segment_of_row[rows_ - 1] + 1;
@@ -211,7 +213,7 @@ void StepRun::reserve() {
                     scratch = std::max(scratch, linear_scratch_bytes(weight(stage, op.weights[j]).matrix.w));
             if (op.kind == OpKind::kAttend)
                 scratch = std::max(scratch, attend_scratch_floats(op.ints[4], k_.attend_tile) * 4);
-            if (op.kind == OpKind::kRmsNorm || op.kind == OpKind::kGlu) {
+            if (op.kind == OpKind::kRmsNorm || op.kind == OpKind::kGlu || op.kind == OpKind::kConv) {
                 const int32_t out = op.outputs[0] != kNone ? op.outputs[0] : op.outputs[1];
                 scratch = std::max(scratch, static_cast<size_t>(stage.program->buffer(out).width) * 4);
             }
@@ -261,7 +263,7 @@ void StepRun::run_stage(size_t index) {
             result_.op_seconds[at_op++] += std::chrono::duration<double>(Clock::now() - begin).count();
         ++result_.counters.launches;
         const Counters& c = result_.counters;
-        control_.work_done.store(c.macs + c.attention_macs + c.head_macs, std::memory_order_relaxed);
+        control_.work_done.store(c.macs + c.attention_macs + c.state_macs + c.head_macs, std::memory_order_relaxed);
     }
 }
 
@@ -285,6 +287,8 @@ void StepRun::run_op(const Stage& stage, const Op& op, bool tail) {
         return glu(op);
     case OpKind::kAdd:
         return each_row([&](int64_t i, int) { k_.add(residual_row(i), buffer_row(op.inputs[0], i), model_.dim); });
+    case OpKind::kConv:
+        return conv(stage, op);
     case OpKind::kCount:
         break;
     }
@@ -297,18 +301,6 @@ std::vector<int64_t> StepRun::row_blocks() const {
         rows.push_back(n * b / blocks / kRowsPerTiles * kRowsPerTiles);
     rows.push_back(n);
     return rows;
-}
-
-template <typename F> void StepRun::each_row(F&& f) {
-    const int64_t n = cell_size(), units = (n + kRowsPerUnit - 1) / kRowsPerUnit;
-    std::vector<int64_t> bounds;
-    for (int64_t row : row_blocks())
-        bounds.push_back((row + kRowsPerUnit - 1) / kRowsPerUnit);
-    const auto one = [&](int64_t u, int worker) {
-        for (int64_t i = u * kRowsPerUnit; i < std::min(n, (u + 1) * kRowsPerUnit); ++i)
-            f(i, worker);
-    };
-    run_owned(bounds, units, one);
 }
 
 void StepRun::embed(const Stage& stage, const Op& op) {
@@ -355,8 +347,9 @@ void StepRun::glu(const Op& op) {
     });
 }
 
-StepResult Runtime::step(Model& model, const std::vector<const PagePool*>& pools, const StepInput& input, Control& control) {
-    return StepRun(*this, model, pools, input, control).run();
+StepResult Runtime::step(Model& model, const std::vector<const PagePool*>& pools, const std::vector<const StatePool*>& states,
+                         const StepInput& input, Control& control) {
+    return StepRun(*this, model, pools, states, input, control).run();
 }
 
 } // namespace quaff

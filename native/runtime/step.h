@@ -17,13 +17,16 @@ struct Control {
 
 struct Counters { // batch.Counters says what each one counts; head_... are all stages after the last mixer
     int64_t weight_bytes_touched = 0, embedding_bytes_touched = 0, head_bytes_touched = 0, launches = 0, macs = 0, attention_macs = 0,
-            head_macs = 0, head_rows = 0, kv_bytes_written = 0;
+            state_macs = 0, head_macs = 0, head_rows = 0, kv_bytes_written = 0;
 };
 
 struct StepInput {
     std::span<const int32_t> tokens, positions, segment_of_row; // one per row; rows of a segment are consecutive, positions ascend by one
     std::vector<std::vector<std::span<const int32_t>>> page_tables; // [kind][segment]
-    std::span<const int32_t> cell_stage, cell_ranges, ranges;       // ranges: pairs of row begin, end
+    // [kind][segment]: the slot before the segment (-1: position 0), then pairs (rows, slot): where the state after so many rows goes. Rows
+    // ascend; the last pair is the segment's end, and its slot holds the state in between.
+    std::vector<std::vector<std::span<const int32_t>>> states;
+    std::span<const int32_t> cell_stage, cell_ranges, ranges; // ranges: pairs of row begin, end
     std::span<const int32_t> logits_rows;
     float* logits = nullptr; // [logits_rows][vocab]
     bool profile = false;    // time every op
@@ -57,7 +60,8 @@ public:
     int64_t shared_launches() const { return shared_; }
 
     // Throws std::invalid_argument before anything is computed, std::bad_alloc when scratch cannot grow.
-    StepResult step(Model& model, const std::vector<const PagePool*>& pools, const StepInput& input, Control& control);
+    StepResult step(Model& model, const std::vector<const PagePool*>& pools, const std::vector<const StatePool*>& states,
+                    const StepInput& input, Control& control);
 
 private:
     friend class StepRun;

@@ -1,17 +1,22 @@
 // How the executor runs one step: the checked input, the memory of its buffers and the ops of its cells. Linear and attention ops have files of
-// their own, step_linear.cpp and step_attend.cpp.
+// their own, step_linear.cpp, step_attend.cpp and step_state.cpp.
 #pragma once
 #include "dispatch.h"
 #include "step.h"
 
+#include <algorithm>
+
 namespace quaff {
 
 constexpr size_t kAlign = 64;
+// Few enough that a small cell still feeds every worker, many enough that claiming costs nothing.
+constexpr int64_t kRowsPerUnit = 4;
 inline size_t aligned(size_t bytes) { return (bytes + kAlign - 1) / kAlign * kAlign; }
 
 class StepRun {
 public:
-    StepRun(Runtime& runtime, Model& model, const std::vector<const PagePool*>& pools, const StepInput& input, Control& control);
+    StepRun(Runtime& runtime, Model& model, const std::vector<const PagePool*>& pools, const std::vector<const StatePool*>& states,
+            const StepInput& input, Control& control);
     StepResult run();
 
 private:
@@ -21,6 +26,7 @@ private:
     static bool writes_logits(const Stage& stage);
     void resolve_pages();
     void check_visible(int32_t kind, int32_t window);
+    void resolve_states();
     void reserve();
 
     // ---- one stage ----
@@ -40,7 +46,17 @@ private:
             rt_.pool_.run(units, f);
     }
     // f(cell row, worker) for every row of the cell.
-    template <typename F> void each_row(F&& f);
+    template <typename F> void each_row(F&& f) {
+        const int64_t n = cell_size(), units = (n + kRowsPerUnit - 1) / kRowsPerUnit;
+        std::vector<int64_t> bounds;
+        for (int64_t row : row_blocks())
+            bounds.push_back((row + kRowsPerUnit - 1) / kRowsPerUnit);
+        const auto one = [&](int64_t u, int worker) {
+            for (int64_t i = u * kRowsPerUnit; i < std::min(n, (u + 1) * kRowsPerUnit); ++i)
+                f(i, worker);
+        };
+        run_owned(bounds, units, one);
+    }
 
     float* residual_row(int64_t i) const { return residual_ + cell_rows_[static_cast<size_t>(i)] * model_.dim; }
     float* buffer_row(int32_t id, int64_t i) const {
@@ -86,9 +102,25 @@ private:
     void attend(const Op& op);
     void attend_shared(const Op& op, std::vector<AttendWork>& tiles, int64_t pages);
 
+    // ---- step_state.cpp ----
+    // Rows of one sequence in a cell, [begin, end), and the recurrent state of a layer before them: null at position 0.
+    struct StateRun {
+        int64_t begin, end;
+        const float* before;
+    };
+    // Of one kind and segment: the state before the segment, and where the states after so many of its rows go, the last at its end.
+    struct SegmentStates {
+        const float* before;
+        std::vector<std::pair<int64_t, float*>> saves;
+    };
+    std::vector<StateRun> state_runs(int32_t kind, int32_t layer) const;
+    template <typename Save> void save_states(int32_t kind, int32_t layer, const StateRun& run, Save&& save) const;
+    void conv(const Stage& stage, const Op& op);
+
     Runtime& rt_;
     Model& model_;
     const std::vector<const PagePool*>& pools_;
+    const std::vector<const StatePool*>& state_pools_;
     const StepInput& in_;
     Control& control_;
     const KernelTable& k_;
@@ -98,6 +130,8 @@ private:
     std::vector<std::atomic<int32_t>> poisoned_;
     std::vector<int32_t> logits_index_, logits_map_, cell_rows_;
     std::vector<std::vector<std::vector<uint16_t*>>> pages_; // [kind][segment][page]
+    std::vector<std::vector<SegmentStates>> states_;         // [kind][segment]
+    std::vector<int64_t> segment_begin_;                     // first row of every segment
     float* residual_ = nullptr;
     uint8_t *buffers_ = nullptr, *scratch_ = nullptr;
     size_t scratch_bytes_ = 0;

@@ -182,6 +182,30 @@ void rope(const KernelTable& k, Lines& lines) {
     lines.push_back({"rope", hash.value()});
 }
 
+// Taps that reach before the sequence, bare and multiplied rows, with and without bias, both ends; the last channels are no whole vector.
+void convolution(const KernelTable& k, Lines& lines) {
+    Hash hash;
+    for (const int64_t taps : {2, 3, 4, 16})
+        for (const int64_t channels : {1, 15, 16, 40, 64})
+            for (int form = 0; form < 8; ++form) {
+                Random random(static_cast<uint64_t>(taps * 100 + channels));
+                const auto x = numbers(random, taps * channels, -6, 4), b = numbers(random, taps * channels, -6, 4);
+                const auto w = numbers(random, (channels + 15) / 16 * 16 * taps, -4, 1), ends = numbers(random, 2 * channels, -3, 3);
+                std::vector<const float*> rows, factors;
+                for (int64_t t = 0; t < taps; ++t) {
+                    rows.push_back(t == 0 && form & 1 ? nullptr : x.data() + t * channels);
+                    factors.push_back(form & 2 && t ? b.data() + t * channels : nullptr);
+                }
+                Buffer<float> y(static_cast<size_t>(channels));
+                const ConvArgs a{
+                    rows.data(), factors.data(), w.data(), form & 4 ? ends.data() : nullptr, form & 2 ? ends.data() + channels : nullptr,
+                    y.data(),    channels,       taps};
+                k.conv(&a);
+                hash.values(y);
+            }
+    lines.push_back({"conv", hash.value()});
+}
+
 struct Quantised {
     Buffer<int8_t> q;
     Buffer<float> scale;
@@ -534,6 +558,7 @@ Lines run(const KernelTable& k) {
     fma_rounds_once(lines);
     row_kernels(k, lines);
     rope(k, lines);
+    convolution(k, lines);
     quantize(k, lines);
     attention(k, lines);
     linear(k, lines);

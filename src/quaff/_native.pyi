@@ -63,6 +63,18 @@ class PagePool:
     def copy(self, page: int) -> int: ...  # a new page with the same bytes
     def array(self, page: int) -> U16: ...  # a copy, [layers, kv_heads, 2, 64*dim]
 
+class StatePool:
+    """Memory of recurrent state of one kind: slots of `layers` x `size` f32 values, those of an earlier use until a step fills them."""
+
+    def __init__(self, layers: int, size: int) -> None: ...
+    @property
+    def slot_bytes(self) -> int: ...
+    @property
+    def slots_in_use(self) -> int: ...
+    def take(self) -> int: ...  # MemoryError when the system refuses
+    def give(self, slot: int) -> None: ...
+    def array(self, slot: int) -> F32: ...  # a copy, [layers, size]
+
 class Program:
     """Ops of one stage kind, checked when built. Buffer 0 is the residual; see graph/program.py for kinds and fields."""
 
@@ -107,10 +119,12 @@ class Runtime:
         self,
         model: Model,
         pools: Sequence[PagePool],
+        state_pools: Sequence[StatePool],
         tokens: I32,  # [rows]
         positions: I32,  # [rows]
         segment_of_row: I32,  # [rows], ascending
         page_tables: Sequence[Sequence[I32]],  # [kind][segment] -> page ids by position // 64 (-1: freed)
+        states: Sequence[Sequence[I32]],  # [kind][segment] -> the slot before (-1: none), then pairs (rows, slot): see batch.Segment
         cell_stage: I32,  # [cells]
         cell_ranges: I32,  # [cells + 1], CSR into ranges
         ranges: I32,  # [n, 2] row begin, end

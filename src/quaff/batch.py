@@ -17,6 +17,8 @@ class Segment:
 
     `tables` holds, per KV kind, the page ids of the sequence by `position // 64` (int32, -1 where a page was freed); it covers
     the segment's last position. `logits` lists the rows whose logits are wanted, counted from the segment's first row, ascending.
+    `states` holds, per kind of recurrent state, int32: the slot before the first row (-1 at position 0), then pairs (rows, slot): where
+    the state after so many rows of the segment is left, ascending; the last pair is the segment's end.
     """
 
     sequence: int
@@ -24,6 +26,7 @@ class Segment:
     tokens: NDArray[np.int32]
     tables: tuple[NDArray[np.int32], ...]
     logits: tuple[int, ...] = ()
+    states: tuple[NDArray[np.int32], ...] = ()
 
     @property
     def rows(self) -> int:
@@ -61,8 +64,9 @@ class Counters:
     """What a run did, counted where it happened.
 
     Bytes are bytes, `launches` executed ops (one parallel region each), `macs` multiply-accumulates of linear ops, `attention_macs` those
-    of scores and values over visible positions. Stages after the last layer's keys and values run only for rows whose logits are
-    wanted; they count as `head_...`, so that `weight_bytes_touched` follows the rows of a prompt alone. The embedding is apart too.
+    of scores and values over visible positions, `state_macs` those of convolutions and recurrences. Stages after the last one that leaves
+    state behind run only for rows whose logits are wanted; they count as `head_...`, so that `weight_bytes_touched` follows the rows of a
+    prompt alone. The embedding is apart too.
     """
 
     weight_bytes_touched: int = 0
@@ -72,6 +76,7 @@ class Counters:
     launches: int = 0
     macs: int = 0
     attention_macs: int = 0
+    state_macs: int = 0
     head_macs: int = 0
     head_rows: int = 0
     kv_bytes_written: int = 0
@@ -84,8 +89,8 @@ class Counters:
 
     @property
     def work(self) -> int:
-        """Multiply-accumulates of layers, attention and head: what progress is measured in."""
-        return self.macs + self.attention_macs + self.head_macs
+        """Multiply-accumulates of layers, attention, recurrences and head: what progress is measured in."""
+        return self.macs + self.attention_macs + self.state_macs + self.head_macs
 
     def as_dict(self) -> dict[str, int]:
         return {f.name: getattr(self, f.name) for f in fields(self)}
@@ -95,8 +100,8 @@ class Counters:
 class Logits:
     """Result of one step. `values[i]` are the f32 logits of batch row `rows[i]`; a cancelled step has those whose head was done.
 
-    `finished[i]` counts the leading rows of segment i whose KV state is complete in every mixer; `poisoned[i]` says that a row of
-    segment i became non-finite (NUMERICS 7): nothing of that segment may be published or cached.
+    `finished[i]` counts the leading rows of segment i whose state is complete in every mixer (with recurrent layers all rows or none);
+    `poisoned[i]` says that a row of segment i became non-finite (NUMERICS 7): nothing of that segment may be published or cached.
     """
 
     rows: NDArray[np.int32]

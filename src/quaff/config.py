@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 from quaff.errors import ConfigError
 
-LayerKind = Literal["full", "sliding"]
+LayerKind = Literal["full", "sliding", "conv"]
 Schedule = Literal["token", "chunk", "layer"]
 Activations = Literal["int8", "float32"]
 
@@ -75,14 +75,19 @@ class AttentionConfig:
 
 @dataclass(frozen=True, slots=True)
 class LayerConfig:
-    """One layer; layers with equal KV shape and kind share a page table."""
+    """One layer; layers with equal KV shape and kind share a page table.
+
+    A conv layer has `conv_taps` taps for every channel, and does not use its `attention` and `rope`: they are the other layers'.
+    """
 
     kind: LayerKind
     attention: AttentionConfig
     rope: RopeConfig
+    conv_taps: int = 0
 
     def __post_init__(self) -> None:
-        _check(self.kind in ("full", "sliding"), f"layer kind is {self.kind!r}; expected full or sliding")
+        _check(self.kind in get_args(LayerKind), f"layer kind is {self.kind!r}; expected {', '.join(get_args(LayerKind))}")
+        _check((self.kind == "conv") == (self.conv_taps > 0), "a conv layer needs taps and other layers have none")
         _check((self.kind == "sliding") == (self.attention.window > 0), "a sliding layer needs a window and a full layer has none")
         _check(
             self.rope.rotary_dim <= self.attention.head_dim,

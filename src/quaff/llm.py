@@ -111,7 +111,7 @@ class State:
         return self.sequence(), self.tokens
 
     def kv_sha256(self) -> str:
-        """Hash of K and V at the positions that a next row can see, per KV kind, layer and head."""
+        """Hash of K and V at the positions that a next row can see, per KV kind, layer and head, and of recurrent state."""
         with self._engine.lock:
             return self._engine.cache.kv_sha256(self.sequence())
 
@@ -391,8 +391,9 @@ class LLM:
         self._weights = ResidentWeights(checkpoint, threads, self.accountant, progress)
         self.chunk = engine_config.chunk or _measured_chunk(self._weights.bytes_per_weight, threads)
         pools = [_native.PagePool(len(kind.layers), kind.kv_heads, kind.dim) for kind in self.graph.kv_kinds]
-        cache = PageCache(self.graph.kv_kinds, pools, self.accountant)
-        runner = Runner(self.graph, self._weights, pools, threads, self.accountant)
+        states = [_native.StatePool(len(kind.layers), kind.size) for kind in self.graph.state_kinds]
+        cache = PageCache(self.graph.kv_kinds, pools, self.accountant, self.graph.state_kinds, states)
+        runner = Runner(self.graph, self._weights, pools, threads, self.accountant, states)
         order = choose_order(engine_config.schedule, self.chunk)
         self.engine = Engine(runner, cache, order, self.context, self.tokenizer.end_ids)
         self.load_seconds = time.perf_counter() - began

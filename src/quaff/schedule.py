@@ -2,7 +2,7 @@
 
 Down the grid are stages (embed, mixer and ffn of every layer, head), across it the rows of a batch. A stage needs the stage above
 for the same rows; a mixer also needs all earlier rows of the same sequence. Every order that respects both gives the same bits.
-The last mixer ends once its state is written; its attend stage and all later ones run only for rows whose logits are wanted.
+The last mixer ends once its state is written; all stages after it run only for rows whose logits are wanted.
 """
 
 from __future__ import annotations
@@ -225,12 +225,16 @@ def compile_order(grid: Grid, order: Order) -> CompiledSchedule:
 
 @dataclass(frozen=True, slots=True)
 class StageCost:
-    """What a cell of a stage costs: `launches` and `weight_bytes` per cell, `macs` and `kv_bytes` per row; the table is the embedding."""
+    """What a cell of a stage costs: `launches` and `weight_bytes` per cell, `macs`, `state_macs` and `kv_bytes` per row.
+
+    The table is the embedding.
+    """
 
     spec: StageSpec
     launches: int
     weight_bytes: int
     macs: int
+    state_macs: int
     kv_bytes: int
     table_bytes: int
     table_rows: int
@@ -244,6 +248,7 @@ def stage_costs(graph: Graph, weight_bytes: Mapping[str, int], vocab_rows: int) 
             launches=spec.launches,
             weight_bytes=sum(weight_bytes[name] for name in spec.linear_weights),
             macs=spec.macs_per_row,
+            state_macs=spec.state_macs_per_row,
             kv_bytes=spec.kv_bytes_per_row,
             table_bytes=weight_bytes[spec.weights[0]] if spec.kind == "embed" else 0,
             table_rows=vocab_rows,
@@ -256,7 +261,7 @@ def predict(costs: Sequence[StageCost], spans: Sequence[Range], starts: Sequence
     """Exact counters of a step: what the native executor counts must equal this. `starts` are the positions of the spans' first rows."""
     first_rows = [begin for begin, _ in spans]
     last_mixer = max((i for i, cost in enumerate(costs) if cost.spec.kind == "mixer"), default=0)
-    touched = embedding = head_bytes = launches = macs = attention = head_macs = head_rows = kv_bytes = 0
+    touched = embedding = head_bytes = launches = macs = attention = state_macs = head_macs = head_rows = kv_bytes = 0
     for stage, ranges in cells:
         cost = costs[stage]
         rows = sum(end - begin for begin, end in ranges)
@@ -270,6 +275,7 @@ def predict(costs: Sequence[StageCost], spans: Sequence[Range], starts: Sequence
         else:
             touched += cost.weight_bytes
             macs += rows * cost.macs
+            state_macs += rows * cost.state_macs
             kv_bytes += rows * cost.kv_bytes
         if cost.spec.kind in ("mixer", "attend"):
             for begin, end in ranges:
@@ -285,6 +291,7 @@ def predict(costs: Sequence[StageCost], spans: Sequence[Range], starts: Sequence
         launches=launches,
         macs=macs,
         attention_macs=attention,
+        state_macs=state_macs,
         head_macs=head_macs,
         head_rows=head_rows,
         kv_bytes_written=kv_bytes,

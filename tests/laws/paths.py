@@ -1,4 +1,4 @@
-"""Runs token sequences along chosen paths and keeps every bit they leave: logits of every row, K and V of every position.
+"""Runs token sequences along chosen paths and keeps every bit they leave: logits of every row, K and V of every position, recurrent state.
 
 Every step's native counters must equal the prediction for the order that was asked for, so a silent fallback to another path fails.
 """
@@ -32,14 +32,16 @@ ISAS = _native.available_isas()
 
 @dataclass
 class Trace:
-    """What a sequence left: logits [rows, vocab], and per KV kind [layers, heads, positions, 2, dim] f16 bits, positions in order."""
+    """What a sequence left: logits [rows, vocab], per KV kind [layers, heads, positions, 2, dim] f16 bits, positions in order, and per kind
+    of recurrent state its bytes after the last step."""
 
     logits: list[NDArray[np.float32]] = field(default_factory=list)
     kv: list[list[NDArray[np.uint16]]] = field(default_factory=list)
+    states: tuple[bytes, ...] = ()
 
     def bits(self) -> tuple[bytes, ...]:
         kinds = [np.concatenate([step[k] for step in self.kv], axis=2) for k in range(len(self.kv[0]))]
-        return (np.concatenate(self.logits).tobytes(), *(kind.tobytes() for kind in kinds))
+        return (np.concatenate(self.logits).tobytes(), *(kind.tobytes() for kind in kinds), *self.states)
 
     def difference(self, other: Trace) -> str:
         """Where two traces part, for a message; empty when all bytes are equal."""
@@ -50,7 +52,7 @@ class Trace:
         if rows.shape != expected.shape:
             return f"logits of shape {rows.shape}, expected {expected.shape}"
         different = np.flatnonzero((rows.view(np.uint32) != expected.view(np.uint32)).any(axis=1))
-        return f"logits of rows {different[:5]} differ" if len(different) else "KV bytes differ"
+        return f"logits of rows {different[:5]} differ" if len(different) else "bytes of the state differ"
 
 
 class Tinyrun:
@@ -71,8 +73,9 @@ class Tinyrun:
             self.weights = ResidentWeights(checkpoint, 1, accountant)
         self.vocab = config.vocab
         self.pools = [_native.PagePool(len(kind.layers), kind.kv_heads, kind.dim) for kind in self.graph.kv_kinds]
-        self.cache = PageCache(self.graph.kv_kinds, self.pools, accountant)
-        self.runner = Runner(self.graph, self.weights, self.pools, 1, accountant)
+        self.state_pools = [_native.StatePool(len(kind.layers), kind.size) for kind in self.graph.state_kinds]
+        self.cache = PageCache(self.graph.kv_kinds, self.pools, accountant, self.graph.state_kinds, self.state_pools)
+        self.runner = Runner(self.graph, self.weights, self.pools, 1, accountant, self.state_pools)
         self.counters = Counters()
 
     def use(self, isa: str | None = None, threads: int | None = None) -> None:
@@ -88,10 +91,7 @@ class Tinyrun:
         """One native call for (sequence, its next tokens) pairs; logits of every row. Counters are checked against the prediction."""
         segments = []
         for sequence, tokens in rows:
-            start = self.cache.written(sequence)
-            self.cache.grow(sequence, start + len(tokens))
-            wanted = tuple(range(len(tokens)))
-            segments.append(Segment(sequence, start, np.array(tokens, dtype=np.int32), self.cache.tables(sequence), wanted))
+            segments.append(self.cache.segment(sequence, np.array(tokens, dtype=np.int32), range(len(tokens))))
         batch = Batch(tuple(segments))
         cells = list(order.cells(self.runner.grid(batch)) if isinstance(order, Order) else order)
         result = self.runner.run(batch, order if isinstance(order, Order) else cells)
@@ -104,9 +104,13 @@ class Tinyrun:
         for segment, (begin, end), trace in zip(segments, batch.spans, traces, strict=True):
             trace.logits.append(result.values[begin:end].copy())
             trace.kv.append([self._kv(k, segment.tables[k], segment.start, end - begin) for k in range(len(self.pools))])
+            trace.states = self._states(segment)
             self.cache.commit(segment.sequence, segment.start + segment.rows)
         self.counters += result.counters
         return result.counters
+
+    def _states(self, segment: Segment) -> tuple[bytes, ...]:
+        return tuple(pool.array(int(slots[-1])).tobytes() for pool, slots in zip(self.state_pools, segment.states, strict=True))
 
     def _kv(self, kind: int, table: NDArray[np.int32], start: int, rows: int) -> NDArray[np.uint16]:
         """K and V of positions start .. start + rows - 1, [layers, heads, rows, 2, dim], read before any page is given back."""

@@ -4,15 +4,14 @@ import numpy as np
 import pytest
 from tests.laws.paths import Tinyrun, prompt
 
-from quaff.batch import Batch, Counters, Segment
+from quaff.batch import Batch, Counters
 from quaff.graph.program import OpKind
 from quaff.schedule import Order, predict
 
 
 def run(model: Tinyrun, n: int, order: Order, logits: tuple[int, ...]) -> Counters:
     sequence = model.cache.create()
-    model.cache.grow(sequence, n)
-    batch = Batch((Segment(sequence, 0, np.array(prompt(model.vocab, n), np.int32), model.cache.tables(sequence), logits),))
+    batch = Batch((model.cache.segment(sequence, np.array(prompt(model.vocab, n), np.int32), logits),))
     result = model.runner.run(batch, order)
     assert result.counters == predict(model.runner.costs, batch.spans, (0,), order.cells(model.runner.grid(batch)))
     assert result.values.shape == (len(logits), model.vocab)
@@ -21,16 +20,20 @@ def run(model: Tinyrun, n: int, order: Order, logits: tuple[int, ...]) -> Counte
     return result.counters
 
 
+def last_mixer(model: Tinyrun) -> int:
+    return max(i for i, stage in enumerate(model.graph.stages) if stage.kind == "mixer")
+
+
 def sizes(model: Tinyrun) -> tuple[int, int, int]:
-    """(weight bytes of the layers up to the last keys and values, of what follows in the last layer, of the head), summed here."""
+    """(weight bytes of the layers up to the last state, of what follows in the last layer, of the head), summed here."""
 
     def nbytes(stage: int) -> int:
         spec = model.graph.stages[stage]
         slots = [s for op in spec.program.ops if op.kind == OpKind.LINEAR for s in op.weights[: op.ints[0]]]
         return sum(model.weights[spec.weights[s]].nbytes for s in slots)
 
-    stages = len(model.graph.stages)
-    return sum(nbytes(i) for i in range(1, stages - 3)), nbytes(stages - 3) + nbytes(stages - 2), nbytes(stages - 1)
+    tail, head = last_mixer(model) + 1, len(model.graph.stages) - 1
+    return sum(nbytes(i) for i in range(1, tail)), sum(nbytes(i) for i in range(tail, head)), nbytes(head)
 
 
 @pytest.mark.parametrize("chunk", [1, 16, 33, 100, 512])
@@ -51,6 +54,7 @@ def test_weight_bytes_fall_by_exactly_the_number_of_chunks(model: Tinyrun, chunk
         assert by_layer.head_bytes_touched == min(1, cells) * (rest + head)
         assert batched.macs == control.macs == by_layer.macs
         assert batched.attention_macs == control.attention_macs == by_layer.attention_macs
+        assert batched.state_macs == control.state_macs == by_layer.state_macs
 
 
 @pytest.mark.parametrize("order", [Order("token"), Order("chunk", 7), Order("layer", 20)])
@@ -64,27 +68,31 @@ def test_rest_of_the_last_layer_and_head_run_only_for_rows_that_are_asked_for(mo
     assert spent.weight_bytes_touched == mixers * mixer_bytes + passes * (layers - mixer_bytes)
     assert (spent.head_rows, spent.head_bytes_touched) == (1, rest + head)
     dim, ffn, vocab, a = model.graph.config.dim, model.graph.config.ffn_dim, model.vocab, model.graph.config.layers[-1].attention
-    assert spent.head_macs == dim * vocab + 3 * dim * ffn + 2 * dim * a.heads * a.head_dim
+    # The last mixer's half that leaves no state; a recurrent one has none.
+    rest_of_mixer = 0 if model.graph.config.layers[-1].kind == "conv" else 2 * dim * a.heads * a.head_dim
+    assert spent.head_macs == dim * vocab + 3 * dim * ffn + rest_of_mixer
     assert spent.weight_bytes_loaded == 0
 
 
 def test_the_rest_of_the_formulas(model: Tinyrun) -> None:
     n, c = 90, model.graph.config
     spent = run(model, n, Order("chunk", 32), (n - 1,))
-    kv = sum(layer.attention.kv_heads * layer.attention.head_dim * 2 * 2 for layer in c.layers)
+    attending = [(i, layer.attention) for i, layer in enumerate(c.layers) if layer.kind != "conv"]
+    kv = sum(a.kv_heads * a.head_dim * 2 * 2 for _, a in attending)
+    assert spent.state_macs == n * sum(layer.conv_taps * c.dim for layer in c.layers)
     assert spent.kv_bytes_written == n * kv
     attention = 0
-    for index, layer in enumerate(c.layers):
-        a = layer.attention
+    for index, a in attending:
         rows = range(n) if index < len(c.layers) - 1 else (n - 1,)
         visible = sum(min(i + 1, a.window) if a.window else i + 1 for i in rows)
         attention += visible * 2 * a.head_dim * a.heads
     assert spent.attention_macs == attention
     table = model.weights["token_embd.weight"]
     assert spent.embedding_bytes_touched == sum(rows * table.nbytes // table.rows for rows in (32, 32, 26))
-    assert spent.macs == n * sum(s.macs_per_row for s in model.graph.stages[:-3])
+    tail = last_mixer(model) + 1
+    assert spent.macs == n * sum(s.macs_per_row for s in model.graph.stages[:tail])
     launches = [s.launches for s in model.graph.stages]
-    assert spent.launches == 3 * sum(launches[:-3]) + sum(launches[-3:])
+    assert spent.launches == 3 * sum(launches[:tail]) + sum(launches[tail:])
 
 
 def test_a_wrong_prediction_is_noticed(model: Tinyrun) -> None:

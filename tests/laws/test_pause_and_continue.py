@@ -20,7 +20,7 @@ def continued(model: Tinyrun, sequence: int, tokens: list[int], order: Order, cu
 
 def tail(trace: Trace, start: int) -> Trace:
     """The part of a one-step trace from a position on."""
-    return Trace([trace.logits[0][start:]], [[kind[:, :, start:] for kind in trace.kv[0]]])
+    return Trace([trace.logits[0][start:]], [[kind[:, :, start:] for kind in trace.kv[0]]], trace.states)
 
 
 @pytest.mark.parametrize("cached", BOUNDARIES)

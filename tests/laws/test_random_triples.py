@@ -25,7 +25,7 @@ def warm(model: Tinyrun, tokens: list[int], cached: int, order: Order, fork: boo
 
 
 def joined(parts: tuple[Trace, Trace]) -> Trace:
-    return Trace(parts[0].logits + parts[1].logits, parts[0].kv + parts[1].kv)
+    return Trace(parts[0].logits + parts[1].logits, parts[0].kv + parts[1].kv, parts[1].states)
 
 
 @settings(max_examples=60, deadline=None)

@@ -28,7 +28,7 @@ def reference_trace(graph: Graph, weights: dict[str, ReferenceWeight], tokens: l
         keys, values = np.stack(state.keys[k]), np.stack(state.values[k])
         both = np.stack([keys, values], axis=3).transpose(0, 2, 1, 3, 4)
         kv.append(np.ascontiguousarray(both).view(np.uint16))
-    return Trace([logits], [kv])
+    return Trace([logits], [kv], tuple(np.stack(kind).tobytes() for kind in state.states))
 
 
 @pytest.mark.parametrize("activations", ["int8", "float32"])

@@ -1,7 +1,8 @@
 """KV pages of 64 positions: one page table per sequence and KV kind, shared pages counted, a shared page copied before it is written.
 
 A sequence has `written` positions. A sliding kind needs position j for the next row i = written only while j > i - window, so the
-pages below are given back as the sequence grows; what was given back bounds how far it can be shortened or forked.
+pages below are given back as the sequence grows; what was given back bounds how far it can be shortened or forked. Recurrent layers keep
+no positions: their state (states.py) exists at a few of them, and only there can a sequence be shortened or forked.
 """
 
 from __future__ import annotations
@@ -14,8 +15,9 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from quaff.batch import PAGE
-from quaff.graph.program import KVKind
+from quaff.batch import PAGE, Segment
+from quaff.cache.states import SlotPool, StateCache
+from quaff.graph.program import KVKind, StateKind
 from quaff.weights.budget import Accountant
 
 
@@ -72,10 +74,18 @@ class PageCache:
     The budget counts a page once for each sequence that holds it, so that freeing one never leaves another short.
     """
 
-    def __init__(self, kinds: Sequence[KVKind], pools: Sequence[Pool], accountant: Accountant) -> None:
+    def __init__(
+        self,
+        kinds: Sequence[KVKind],
+        pools: Sequence[Pool],
+        accountant: Accountant,
+        state_kinds: Sequence[StateKind] = (),
+        state_pools: Sequence[SlotPool] = (),
+    ) -> None:
         self.kinds = tuple(kinds)
         self.pools = tuple(pools)
         self.accountant = accountant
+        self.states = StateCache(state_kinds, state_pools, accountant)
         self._counts: tuple[dict[int, int], ...] = tuple({} for _ in kinds)
         self._sequences: dict[int, _Sequence] = {}
         self._next_id = 0
@@ -86,13 +96,14 @@ class PageCache:
         """A new, empty sequence."""
         self._next_id += 1
         self._sequences[self._next_id] = _Sequence(tuple(_Table() for _ in self.kinds))
+        self.states.create(self._next_id)
         return self._next_id
 
     def fork(self, sequence: int, length: int | None = None) -> int:
         """A new sequence that shares the first `length` positions (default: all written); ValueError when some of them were given back."""
         source = self._sequences[sequence]
         length = source.written if length is None else length
-        self._check_length(source, length)
+        self._check_length(sequence, length)
         self._next_id += 1
         twin = _Sequence(tuple(_Table() for _ in self.kinds), length)
         try:
@@ -105,6 +116,7 @@ class PageCache:
                 for page in old.ids[first:pages].tolist():
                     self._counts[k][page] += 1
                     table.append(page)
+            self.states.fork(sequence, self._next_id, length)
         except BaseException:
             self._release(twin)
             raise
@@ -114,6 +126,7 @@ class PageCache:
     def free(self, sequence: int) -> None:
         """Forget a sequence; its pages go back unless another sequence holds them."""
         self._release(self._sequences.pop(sequence))
+        self.states.free(sequence)
 
     def _release(self, s: _Sequence) -> None:
         for k, table in enumerate(s.tables):
@@ -130,6 +143,11 @@ class PageCache:
         wanted = [self.peak_pages(k, positions, step_rows) for k in range(len(self.kinds))]
         need = sum(max(0, n - t.claimed) * pool.page_bytes for n, t, pool in zip(wanted, s.tables, self.pools, strict=True))
         self.accountant.take(need, f"the KV state of {positions} tokens")
+        try:
+            self.states.reserve(sequence)
+        except BaseException:
+            self.accountant.give(need)
+            raise
         for n, table in zip(wanted, s.tables, strict=True):
             table.reserved = n
             table.claimed = max(table.claimed, n)
@@ -140,6 +158,7 @@ class PageCache:
         for k, table in enumerate(s.tables):
             table.reserved = 0
             self._unclaim(k, table)
+        self.states.settle(sequence)
 
     def peak_pages(self, kind: int, positions: int, step_rows: int) -> int:
         """Most pages of a kind that a sequence of `positions`, grown by at most `step_rows` at a time, holds at once."""
@@ -148,7 +167,9 @@ class PageCache:
         return pages_for(held) + (1 if window and held < positions else 0)
 
     def peak_bytes(self, positions: int, step_rows: int) -> int:
-        return sum(self.peak_pages(k, positions, step_rows) * pool.page_bytes for k, pool in enumerate(self.pools))
+        """Bytes of pages, and of the recurrent state before and after a step."""
+        pages = sum(self.peak_pages(k, positions, step_rows) * pool.page_bytes for k, pool in enumerate(self.pools))
+        return pages + 2 * self.states.slot_bytes
 
     def grow(self, sequence: int, end: int) -> None:
         """Make positions written .. end - 1 writable: take pages, and copy a partly filled page that another sequence shares."""
@@ -169,33 +190,60 @@ class PageCache:
                 page = pool.take()
                 counts[page] = 1
                 table.append(page)
+        self.states.grow(sequence, end)
+
+    def segment(self, sequence: int, tokens: NDArray[np.int32], logits: Sequence[int] = ()) -> Segment:
+        """The next rows of a sequence, with room made for them; MemoryBudgetError when there is none."""
+        start = self._sequences[sequence].written
+        self.grow(sequence, start + len(tokens))
+        return Segment(sequence, start, tokens, self.tables(sequence), tuple(logits), self.states.tables(sequence))
 
     def commit(self, sequence: int, written: int) -> None:
-        """Positions below `written` are finished: drop the pages taken beyond them, and those that no later row can see."""
+        """Positions below `written` are finished: drop the pages taken beyond them, and those that no later row can see.
+
+        Recurrent layers finish all rows that the sequence was grown by, or none.
+        """
         s = self._sequences[sequence]
-        if not s.written <= written <= min((t.pages for t in s.tables), default=0) * PAGE:
+        if not s.written <= written or any(written > t.pages * PAGE for t in s.tables):
             raise ValueError(f"{written} positions cannot be finished: {s.written} were, and pages end before")
+        self.states.commit(sequence, written)
         s.written = written
         self._trim(s)
 
     def truncate(self, sequence: int, length: int) -> None:
-        """Shorten to `length` positions; ValueError when that needs positions that were given back."""
+        """Shorten to `length` positions; ValueError when that needs positions, or a state, that were given back."""
         s = self._sequences[sequence]
-        self._check_length(s, length)
+        self._check_length(sequence, length)
+        self.states.truncate(sequence, length)
         s.written = length
         self._trim(s)
 
     def can_shorten(self, sequence: int, length: int) -> bool:
-        """True when every position that a row at `length` can see is still there."""
+        """True when every position that a row at `length` can see is still there, and the state before it."""
         s = self._sequences[sequence]
-        return 0 <= length <= s.written and all(self._first_needed_page(k, length) >= t.first for k, t in enumerate(s.tables))
+        seen = 0 <= length <= s.written and all(self._first_needed_page(k, length) >= t.first for k, t in enumerate(s.tables))
+        return seen and self.states.has(sequence, length)
 
-    def _check_length(self, s: _Sequence, length: int) -> None:
+    def longest(self, sequence: int, length: int) -> int:
+        """The most positions, at most `length`, that the sequence can be shortened to; 0 always works for what is computed afresh."""
+        places = (length,) if not self.states.kinds else reversed(self.states.positions(sequence))
+        return next((p for p in places if p <= length and self.can_shorten(sequence, p)), 0)
+
+    def snapshot(self, sequence: int, position: int) -> None:
+        """Keep the recurrent state at a position: at the end, or where a step will pass. The sequence can be shortened and forked there."""
+        self.states.snapshot(sequence, position)
+
+    def _check_length(self, sequence: int, length: int) -> None:
+        s = self._sequences[sequence]
         if not 0 <= length <= s.written:
             raise ValueError(f"length {length} is outside the {s.written} written positions")
         for k, table in enumerate(s.tables):
             if self._first_needed_page(k, length) < table.first:
                 raise ValueError(f"length {length} needs positions that the window of KV kind {self.kinds[k].name!r} has left behind")
+        if not self.states.has(sequence, length):
+            raise ValueError(
+                f"length {length} needs a recurrent state that was left behind; there are some at {self.states.positions(sequence)}"
+            )
 
     def _first_needed_page(self, kind: int, length: int) -> int:
         """First page that a row at position `length` can see, at most the number of written pages."""
@@ -257,7 +305,8 @@ class PageCache:
         return (max(0, written - window + 1) if window else 0), written
 
     def read(self, sequence: int, update: Callable[[bytes], object]) -> None:
-        """Feed the state that the next row can see in a fixed order: per kind, layer and KV head K [positions, dim], then V, f16 words."""
+        """Feed the state that the next row can see in a fixed order: per kind, layer and KV head K [positions, dim], then V, f16 words;
+        then recurrent state."""
         s = self._sequences[sequence]
         for k, kind in enumerate(self.kinds):
             begin, end = self.visible(k, sequence)
@@ -272,6 +321,7 @@ class PageCache:
                     values = np.concatenate([page[layer, head, 1].reshape(PAGE, kind.dim) for page in pages])
                     update(keys[rows].astype("<u2", copy=False).tobytes())
                     update(values[rows].astype("<u2", copy=False).tobytes())
+        self.states.read(sequence, update)
 
     def kv_sha256(self, sequence: int) -> str:
         """Hash of the state that the next row can see: written positions only, so every path to the same tokens gives the same hash."""

@@ -19,7 +19,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from quaff.batch import Batch, Counters, Logits, Segment
+from quaff.batch import Batch, Counters, Logits
 from quaff.cache.pages import PageCache
 from quaff.engine.runner import Runner
 from quaff.engine.sampler import SamplingParams, sample
@@ -146,10 +146,11 @@ class Engine:
         base_tokens: Sequence[int],
         keep: bool,
     ) -> Request:
-        reused = self._shared(tokens, base, base_tokens)
-        if base is not None and reused and not self.cache.can_shorten(base, reused):
-            reused = 0
+        reused = self.cache.longest(base, self._shared(tokens, base, base_tokens)) if base is not None else 0
         sequence = self.cache.fork(base, reused) if base is not None and reused else self.cache.create()
+        if keep:
+            # Where the same tokens asked again start: the last one is always computed.
+            self.cache.snapshot(sequence, len(tokens) - 1)
         if params is not None:
             wanted = len(tokens) - 1 if logits_from is None else logits_from
         else:
@@ -164,9 +165,7 @@ class Engine:
             self._finish(request, "length")
         return request
 
-    def _shared(self, tokens: Sequence[int], base: int | None, base_tokens: Sequence[int]) -> int:
-        if base is None:
-            return 0
+    def _shared(self, tokens: Sequence[int], base: int, base_tokens: Sequence[int]) -> int:
         most = min(len(tokens) - 1, len(base_tokens), self.cache.written(base))
         return next((i for i in range(most) if tokens[i] != base_tokens[i]), most)
 
@@ -316,14 +315,12 @@ class Engine:
         segments, work = [], []
         for w in planned:
             request = self._requests[w.request]
+            tokens = np.array(request.tokens[w.start : w.start + w.rows], dtype=np.int32)
             try:
-                self.cache.grow(request.sequence, w.start + w.rows)
+                segments.append(self.cache.segment(request.sequence, tokens, range(w.logits, w.rows)))
             except (MemoryBudgetError, MemoryError) as error:
                 self._fail(request, self._no_memory(error))
                 continue
-            tokens = np.array(request.tokens[w.start : w.start + w.rows], dtype=np.int32)
-            tables = self.cache.tables(request.sequence)
-            segments.append(Segment(request.sequence, w.start, tokens, tables, tuple(range(w.logits, w.rows))))
             work.append(w)
         return work, Batch(tuple(segments))
 
@@ -344,6 +341,8 @@ class Engine:
                 continue
             # A row whose logits are wanted but missing (the step was cancelled before the head) is computed again.
             rows = next((r for r in range(w.logits, finished) if begin + r not in index), finished)
+            if rows < finished and self.runner.graph.state_kinds:
+                rows = 0  # a recurrent state is known at the end of a step only
             self.cache.commit(request.sequence, w.start + rows)
             self._scheduler.finish(request.id, rows)
             request.computed = w.start + rows

@@ -40,10 +40,17 @@ class Runner:
     """Runs batches of one model. Not for two threads at once; `control.cancel()` may come from any thread."""
 
     def __init__(
-        self, graph: Graph, weights: ResidentWeights, pools: Sequence[_native.PagePool], threads: int, accountant: Accountant
+        self,
+        graph: Graph,
+        weights: ResidentWeights,
+        pools: Sequence[_native.PagePool],
+        threads: int,
+        accountant: Accountant,
+        state_pools: Sequence[_native.StatePool] = (),
     ) -> None:
         self.graph = graph
         self.pools = list(pools)
+        self.state_pools = list(state_pools)
         self.control = _native.Control()
         self.weight_bytes = weights.nbytes
         self.costs: tuple[StageCost, ...] = stage_costs(graph, self.weight_bytes, graph.config.vocab)
@@ -160,10 +167,12 @@ class Runner:
         arguments = (
             self._model,
             self.pools,
+            self.state_pools,
             np.concatenate([s.tokens for s in segments]),
             np.concatenate([np.arange(s.start, s.start + s.rows, dtype=np.int32) for s in segments]),
             np.repeat(np.arange(len(segments), dtype=np.int32), lengths),
             [[s.tables[kind] for s in segments] for kind in range(len(self.pools))],
+            [[s.states[kind] for s in segments] for kind in range(len(self.state_pools))],
             schedule.stage,
             schedule.offsets,
             schedule.ranges,
@@ -222,5 +231,8 @@ class Runner:
                     finished[i] += sum(max(0, min(hi, end) - max(lo, begin)) for lo, hi in schedule.cell_ranges(cell).tolist())
             elif stage == len(grid.stages) - 1:
                 with_logits.update(row for lo, hi in schedule.cell_ranges(cell).tolist() for row in range(lo, hi))
+        if self.graph.state_kinds:
+            # A recurrent layer has gone past the rows that are finished: only a whole segment has a state to go on from.
+            finished = [rows if rows == end - begin else 0 for rows, (begin, end) in zip(finished, grid.spans, strict=True)]
         keep = np.array([row in with_logits for row in wanted.tolist()], dtype=bool)
         return Logits(wanted[keep], values[keep], tuple(finished), poisoned, counters)

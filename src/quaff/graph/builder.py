@@ -9,18 +9,38 @@ from quaff.config import Activations, AttentionConfig, LayerConfig, ModelConfig,
 from quaff.errors import ConfigError, UnsupportedError
 from quaff.graph.fuse import fuse as fuse_program
 from quaff.graph.fuse import share_buffers, split_at_state
-from quaff.graph.program import F32, INT8, LOGITS, NONE, RESIDUAL, SCRATCH, Graph, KVKind, Op, OpKind, ProgramSpec, StageKind, StageSpec
+from quaff.graph.program import (
+    F32,
+    GATED,
+    INT8,
+    LOGITS,
+    NONE,
+    RESIDUAL,
+    SCRATCH,
+    SILU_OF_SUM,
+    Graph,
+    KVKind,
+    Op,
+    OpKind,
+    ProgramSpec,
+    StageKind,
+    StageSpec,
+    StateKind,
+)
 from quaff.models.family import Family, Tensors, Value, WeightRef, Weights
 
 SILU, GELU_TANH = 0, 1
+MAX_TAPS = 16
+"""As native/runtime/program.h says."""
 
 
 @dataclass
 class Shared:
-    """Tables that all stages index: rotary embeddings and KV kinds with the layers seen so far."""
+    """Tables that all stages index: rotary embeddings, KV kinds and kinds of recurrent state with the layers seen so far."""
 
     ropes: list[RopeConfig]
     kinds: list[KVKind]
+    states: list[StateKind]
 
     def rope(self, rope: RopeConfig) -> int:
         # Tables depend on frequencies only, not on how pairs lie.
@@ -38,6 +58,15 @@ class Shared:
                 return i, len(k.layers)
         self.kinds.append(KVKind(kind, (layer,), attention.kv_heads, attention.head_dim, attention.window))
         return len(self.kinds) - 1, 0
+
+    def state(self, layer: int, name: str, size: int) -> tuple[int, int]:
+        """(kind of recurrent state, layer in kind) of a model layer."""
+        for i, k in enumerate(self.states):
+            if (k.name, k.size) == (name, size):
+                self.states[i] = replace(k, layers=(*k.layers, layer))
+                return i, len(k.layers)
+        self.states.append(StateKind(name, (layer,), size))
+        return len(self.states) - 1, 0
 
 
 class StageBuilder:
@@ -110,6 +139,16 @@ class StageBuilder:
         self._emit(OpKind.ATTEND, (q.buffer,), (out.buffer,), ints=ints, floats=(a.scale, a.softcap))
         return out
 
+    def gated_conv(self, x: Value, w: WeightRef) -> Value:
+        if x.width != 3 * w.shape[0]:
+            raise ConfigError(f"convolution {w.name} of {w.shape[0]} channels takes three values of each, not a width of {x.width}")
+        return self._conv(x, w, GATED)
+
+    def conv(self, x: Value, w: WeightRef) -> Value:
+        if x.width != w.shape[0]:
+            raise ConfigError(f"convolution {w.name} of {w.shape[0]} channels cannot take an input of width {x.width}")
+        return self._conv(x, w, SILU_OF_SUM)
+
     def swiglu(self, gate: Value, up: Value) -> Value:
         return self._glu(gate, up, SILU)
 
@@ -126,11 +165,13 @@ class StageBuilder:
     def finish(self, kind: StageKind, fuse: bool) -> StageSpec:
         return self._stage(kind, self._ops, fuse)
 
-    def finish_last_mixer(self, fuse: bool) -> tuple[StageSpec, StageSpec]:
+    def finish_last_mixer(self, fuse: bool) -> tuple[StageSpec, ...]:
         """The mixer of the last layer in two stages: what leaves state behind, for every row, and the rest, for rows with logits only.
 
-        What both need (the norm before q, k and v) is computed in both.
+        What both need (the norm before q, k and v) is computed in both. A recurrent mixer stays whole: its result needs the rows before.
         """
+        if any(op.kind == OpKind.CONV for op in self._ops):
+            return (self._stage("mixer", self._ops, fuse),)
         state, rest = split_at_state(self._ops)
         return self._stage("mixer", state, fuse), self._stage("attend", rest, fuse)
 
@@ -156,6 +197,16 @@ class StageBuilder:
         inputs = (source, NONE) if quantised else (NONE, x.buffer)
         bias = NONE if w.bias is None else self._slot(w.bias)
         self._emit(OpKind.LINEAR, inputs, (out.buffer,), (self._slot(w), bias), (1, 0))
+        return out
+
+    def _conv(self, x: Value, w: WeightRef, form: int) -> Value:
+        channels, taps = w.shape
+        if not 2 <= taps <= MAX_TAPS:
+            raise UnsupportedError(f"convolution {w.name} has {taps} taps; 2 to {MAX_TAPS} are supported")
+        kind, index = self._shared.state(self.layer, "conv", channels * (taps - 1))
+        out = self._f32(channels)
+        bias = NONE if w.bias is None else self._slot(w.bias)
+        self._emit(OpKind.CONV, (x.buffer,), (out.buffer, NONE), (self._slot(w), bias), (kind, index, channels, taps, form))
         return out
 
     def _glu(self, gate: Value, up: Value, activation: int) -> Value:
@@ -202,7 +253,7 @@ class StageBuilder:
 
 
 def build_graph(config: ModelConfig, family: Family, tensors: Tensors, activations: Activations = "int8", fuse: bool = True) -> Graph:
-    """Stages of a model in grid order: embed, (mixer, ffn) per layer, head; the last mixer is followed by its attend stage.
+    """Stages of a model in grid order: embed, (mixer, ffn) per layer, head. A last mixer of attention is followed by its attend stage.
 
     `tensors`: name -> (shape, ggml type).
 
@@ -210,7 +261,7 @@ def build_graph(config: ModelConfig, family: Family, tensors: Tensors, activatio
     `fuse=False` keeps one op per step; values are the same either way.
     """
     family.check(config, tensors)
-    shared = Shared([], [])
+    shared = Shared([], [], [])
     top = Weights(tensors)
     stages: list[StageSpec] = []
 
@@ -231,4 +282,4 @@ def build_graph(config: ModelConfig, family: Family, tensors: Tensors, activatio
     g = StageBuilder(config, shared, NONE, activations)
     family.head(g, config, top)
     stages.append(g.finish("head", fuse))
-    return Graph(config, tuple(stages), tuple(shared.ropes), tuple(shared.kinds))
+    return Graph(config, tuple(stages), tuple(shared.ropes), tuple(shared.kinds), tuple(shared.states))

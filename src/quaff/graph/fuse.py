@@ -10,6 +10,8 @@ from dataclasses import replace
 
 from quaff.graph.program import LOGITS, NONE, RESIDUAL, SCRATCH, Op, OpKind, ProgramSpec
 
+CAN_QUANTISE = (OpKind.RMS_NORM, OpKind.GLU, OpKind.CONV)
+
 
 def fuse(program: ProgramSpec) -> ProgramSpec:
     """All fusions, in the order in which each makes room for the next."""
@@ -75,10 +77,10 @@ def _origin(linear: Op, source: dict[int, int]) -> int:
 
 
 def quantize_in_producer(ops: list[Op]) -> list[Op]:
-    """RMS_NORM and GLU write the codes of their result themselves; the f32 result is dropped when nothing else reads it."""
+    """RMS_NORM, GLU and CONV write the codes of their result themselves; the f32 result is dropped when nothing else reads it."""
     out: list[Op] = []
     for i, op in enumerate(ops):
-        if op.kind == OpKind.QUANTIZE and out and out[-1].kind in (OpKind.RMS_NORM, OpKind.GLU) and out[-1].outputs == (op.inputs[0], NONE):
+        if op.kind == OpKind.QUANTIZE and out and out[-1].kind in CAN_QUANTISE and out[-1].outputs == (op.inputs[0], NONE):
             out[-1] = replace(out[-1], outputs=(NONE if _unread(ops, i, op.inputs[0]) else op.inputs[0], op.outputs[0]))
         else:
             out.append(op)

@@ -14,9 +14,11 @@ Buffers of a program are numbered: 0 the residual (f32, model width), 1 the logi
 | ATTEND | q -> out | | kind, layer in kind, heads, kv_heads, head_dim, window | scale, softcap |
 | GLU | gate, up -> f32 or -1, int8 or -1 | | 0 silu, 1 gelu_tanh | |
 | ADD | src -> 0 | | | |
+| CONV | src -> f32 or -1, int8 or -1 | w [channels, taps], b (-1 none) | kind, layer in kind, channels, taps, 0 gated or 1 silu | |
 
 Integer weights of LINEAR read the int8 input when there is one; float weights, and all weights without it, read the f32 input.
-With `accumulate`, LINEAR adds to its output; a second output of RMS_NORM or GLU is the first one quantised.
+With `accumulate`, LINEAR adds to its output; a second output of RMS_NORM, GLU or CONV is the first one quantised.
+CONV sums the taps of every channel over its last rows. Gated, src is [B | C | x] and the result C * conv(B*x); else silu(conv(src)).
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ from typing import Literal
 from quaff.config import ModelConfig, RopeConfig
 
 StageKind = Literal["embed", "mixer", "attend", "ffn", "head"]
-"""A mixer leaves state behind for later rows; attend is the half of the last one that does not."""
+"""A mixer leaves state behind for later rows; attend is the half of the last one that does not, where it can be halved."""
 
 NONE = -1
 RESIDUAL = 0
@@ -51,6 +53,13 @@ class OpKind(IntEnum):
     ATTEND = 6
     GLU = 7
     ADD = 8
+    CONV = 9
+
+
+LEAVES_STATE = (OpKind.KV_WRITE, OpKind.CONV)
+"""Kinds that later rows depend on."""
+GATED, SILU_OF_SUM = 0, 1
+"""Forms of CONV."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,6 +130,11 @@ class StageSpec:
         return total
 
     @property
+    def state_macs_per_row(self) -> int:
+        """Multiply-accumulates of convolutions for one row."""
+        return sum(op.ints[2] * op.ints[3] for op in self.program.ops if op.kind == OpKind.CONV)
+
+    @property
     def kv_bytes_per_row(self) -> int:
         """Bytes of f16 keys and values that one row writes."""
         return sum(2 * 2 * op.ints[2] * op.ints[3] for op in self.program.ops if op.kind == OpKind.KV_WRITE)
@@ -147,14 +161,24 @@ class KVKind:
     window: int
 
 
+@dataclass(frozen=True, slots=True)
+class StateKind:
+    """Layers whose state is `size` f32 values, whatever the number of positions. `layers` are model layers, ascending."""
+
+    name: str
+    layers: tuple[int, ...]
+    size: int
+
+
 @dataclass(frozen=True)
 class Graph:
-    """A model as stages in grid order: embed, (mixer, ffn) per layer, head; the last mixer is followed by its attend stage."""
+    """A model as stages in grid order: embed, (mixer, ffn) per layer, head. A last mixer of attention is followed by its attend stage."""
 
     config: ModelConfig
     stages: tuple[StageSpec, ...]
     ropes: tuple[RopeConfig, ...]
     kv_kinds: tuple[KVKind, ...]
+    state_kinds: tuple[StateKind, ...] = ()
 
     @cached_property
     def weight_names(self) -> tuple[str, ...]:

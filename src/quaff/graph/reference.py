@@ -31,7 +31,7 @@ from quaff.graph.arithmetic import (
     to_f16,
 )
 from quaff.graph.lowering import ReferenceWeight, lower
-from quaff.graph.program import LOGITS, NONE, RESIDUAL, Graph, KVKind, Op, OpKind, StageSpec
+from quaff.graph.program import GATED, LOGITS, NONE, RESIDUAL, Graph, KVKind, Op, OpKind, StageSpec
 from quaff.graph.rope_table import rope_rows
 
 FLOAT_BLOCK = 128
@@ -43,11 +43,13 @@ __all__ = ["Reference", "ReferenceState", "ReferenceWeight", "attend", "linear_f
 
 @dataclass(frozen=True, slots=True)
 class ReferenceState:
-    """Keys and values of `length` positions: per KV kind and layer in kind, f16 [length, kv_heads, dim]."""
+    """Keys and values of `length` positions: per KV kind and layer in kind, f16 [length, kv_heads, dim]. `states`: recurrent state per
+    kind and layer in kind, f32 [size]."""
 
     length: int
     keys: tuple[tuple[F16, ...], ...]
     values: tuple[tuple[F16, ...], ...]
+    states: tuple[tuple[F32, ...], ...] = ()
 
     def pages(self, kind: int) -> NDArray[np.uint16]:
         """All pages of one kind, [pages, layers, kv_heads, 2, 64*dim] bits as in the native PagePool: keys [dim][64], then values
@@ -142,6 +144,15 @@ def _page(q: F32, k: F32, v: F32, visible: NDArray[np.bool_], cap: np.float32) -
     return m, sum16(p), o + ZERO
 
 
+def convolve(x: F32, w: F32, bias: F32 | None) -> F32:
+    """Rule 17: rows x [taps - 1 + n, channels], the first taps - 1 from before, times w [channels, taps] as f32 [n, channels]."""
+    n = len(x) - w.shape[1] + 1
+    acc = np.zeros((n, w.shape[0]), dtype=np.float32)
+    for t in range(w.shape[1]):
+        acc = fma(x[t : t + n], w[None, :, t], acc)
+    return acc if bias is None else acc + bias
+
+
 class Reference:
     """Runs a Graph on weights given by tensor name; see ReferenceWeight and `lower`.
 
@@ -176,6 +187,8 @@ class _Run:
         self._codes: dict[int, Codes] = {}
         self._keys = _grown(graph.kv_kinds, state.keys if state else None, len(ids))
         self._values = _grown(graph.kv_kinds, state.values if state else None, len(ids))
+        kinds = graph.state_kinds
+        self._states = [list(s) for s in state.states] if state else [[np.zeros(k.size, np.float32)] * len(k.layers) for k in kinds]
         self._ropes = [rope_rows(r.theta, r.rotary_dim, self._positions, r.linear_factor) for r in graph.ropes]
 
     @property
@@ -184,7 +197,7 @@ class _Run:
 
     def state(self) -> ReferenceState:
         keys, values = (tuple(tuple(kind) for kind in arrays) for arrays in (self._keys, self._values))
-        return ReferenceState(int(self._positions[-1]) + 1, keys, values)
+        return ReferenceState(int(self._positions[-1]) + 1, keys, values, tuple(tuple(kind) for kind in self._states))
 
     def stage(self, stage: StageSpec) -> None:
         steps = {
@@ -197,6 +210,7 @@ class _Run:
             OpKind.ATTEND: self._attend,
             OpKind.GLU: self._glu,
             OpKind.ADD: self._add,
+            OpKind.CONV: self._conv,
         }
         for op in stage.program.ops:
             steps[op.kind](op, [None if s == NONE else self._weights[stage.weights[s]] for s in op.weights])
@@ -253,6 +267,19 @@ class _Run:
 
     def _add(self, op: Op, weights: list[ReferenceWeight | None]) -> None:
         self._f32[RESIDUAL] = self._f32[RESIDUAL] + self._f32[op.inputs[0]]
+
+    def _conv(self, op: Op, weights: list[ReferenceWeight | None]) -> None:
+        kind, layer, channels, taps, form = op.ints
+        w, bias = weights
+        assert w is not None
+        x = self._f32[op.inputs[0]]
+        if form == GATED:
+            b, gate, x = np.split(x, 3, axis=1)
+            x = b * x
+        x = np.concatenate([self._states[kind][layer].reshape(taps - 1, channels), x])
+        y = convolve(x, w.dequantised(), None if bias is None else bias.values)
+        self._states[kind][layer] = x[len(x) - taps + 1 :].reshape(-1)
+        self._store_both(op, gate * y if form == GATED else silu(y))
 
     def _store_both(self, op: Op, y: F32) -> None:
         values, codes = op.outputs

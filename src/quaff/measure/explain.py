@@ -118,7 +118,8 @@ def _memory(graph: Graph, order: Order, tokens: int) -> tuple[int, int]:
     step = min(tokens, make_scheduler(order, graph).prompt_rows)
     cell = step if order.name == "layer" else min(order.chunk, tokens)
     pools = [_native.PagePool(len(kind.layers), kind.kv_heads, kind.dim) for kind in graph.kv_kinds]
-    kv = PageCache(graph.kv_kinds, pools, Accountant()).peak_bytes(tokens, step)
+    states = [_native.StatePool(len(kind.layers), kind.size) for kind in graph.state_kinds]
+    kv = PageCache(graph.kv_kinds, pools, Accountant(), graph.state_kinds, states).peak_bytes(tokens, step)
     return graph.scratch_bytes(step, cell) + 4 * graph.config.vocab, kv
 
 

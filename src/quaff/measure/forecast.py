@@ -97,7 +97,7 @@ def _work(graph: Graph, stage: StageSpec, spent: Counters, kv_bytes: int) -> Wor
     in_f32 = sum(linear_macs(graph, stage, op) for op in stage.program.ops if op.kind == OpKind.LINEAR and op.inputs[0] == NONE)
     f32 = linear * in_f32 // max(1, stage.macs_per_row)
     read = spent.weight_bytes_touched + spent.head_bytes_touched + spent.embedding_bytes_touched + kv_bytes
-    return Work(linear - f32, f32 + spent.attention_macs, read)
+    return Work(linear - f32, f32 + spent.attention_macs + spent.state_macs, read)
 
 
 def linear_macs(graph: Graph, stage: StageSpec, op: Op) -> int:

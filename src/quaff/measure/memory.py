@@ -20,8 +20,8 @@ def packed_bytes(shape: tuple[int, ...], ggml_type: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class MemoryNeed:
-    """Bytes: packed weights, KV state of 1,024 positions, and scratch of the engine's largest step of a prompt: `rows` rows in chunks of
-    `chunk`, with one row of logits."""
+    """Bytes: packed weights, KV state of 1,024 positions (with the recurrent state before and after a step), and scratch of the engine's
+    largest step of a prompt: `rows` rows in chunks of `chunk`, with one row of logits."""
 
     weight_bytes: int
     kv_bytes_per_1024_tokens: int
@@ -42,7 +42,7 @@ class MemoryNeed:
 def memory_need(graph: Graph, tensors: Tensors, chunk: int = 512) -> MemoryNeed:
     """What `graph` needs. A sliding layer holds no more positions than its window, a page of 64 and a step."""
     rows = min(make_scheduler(Order("chunk", chunk), graph).prompt_rows, graph.config.context_length)
-    kv = 0
+    kv = sum(2 * 4 * len(kind.layers) * kind.size for kind in graph.state_kinds)
     for kind in graph.kv_kinds:
         positions = min(1024, kind.window + 64 + rows) if kind.window else 1024
         kv += len(kind.layers) * kind.kv_heads * kind.dim * 2 * 2 * positions

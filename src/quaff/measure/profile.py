@@ -81,6 +81,8 @@ def _op_work(graph: Graph, stage: StageSpec, op: Op, forecast: StageForecast, we
     spent = forecast.counters
     if op.kind == OpKind.ATTEND:
         return Work(0, spent.attention_macs, forecast.kv_bytes)
+    if op.kind == OpKind.CONV:
+        return Work(0, spent.state_macs, 0)
     if op.kind != OpKind.LINEAR:
         return NOTHING
     macs = (spent.macs + spent.head_macs) * linear_macs(graph, stage, op) // max(1, stage.macs_per_row)
@@ -109,6 +111,7 @@ def op_name(stage: StageSpec, op: Op) -> str:
         OpKind.KV_WRITE: "KV write",
         OpKind.GLU: "ffn activation",
         OpKind.ADD: "residual add",
+        OpKind.CONV: "convolution",
     }[op.kind]
 
 

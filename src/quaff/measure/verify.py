@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from quaff import _native
-from quaff.batch import Batch, Counters, Segment
+from quaff.batch import Batch, Counters
 from quaff.errors import NonFiniteError, PromptError
 from quaff.measure import counted
 from quaff.schedule import Order
@@ -107,10 +107,9 @@ def step(parts: Sequence[tuple[Reading, int]], order: Order) -> None:
     engine = parts[0][0].llm.engine
     segments = []
     for reading, rows in parts:
-        engine.cache.grow(reading.sequence, reading.done + rows)
         tokens = np.array(reading.tokens[reading.done : reading.done + rows], dtype=np.int32)
         wanted = tuple(range(rows)) if reading.hashed else ()
-        segments.append(Segment(reading.sequence, reading.done, tokens, engine.cache.tables(reading.sequence), wanted))
+        segments.append(engine.cache.segment(reading.sequence, tokens, wanted))
     logits = engine.runner.run(Batch(tuple(segments)), order)
     if any(logits.poisoned):
         raise NonFiniteError("the model's values became infinite or NaN while it read the prompt")

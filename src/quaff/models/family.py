@@ -20,9 +20,12 @@ F32_TYPE, F16_TYPE, BF16_TYPE = 0, 1, 30
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
+    """A tensor of the table. Vectors, and matrices that are `float32`, must be F32."""
+
     name: str
     shape: tuple[int, ...]
     optional: bool = False
+    float32: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +47,10 @@ class Weights:
 
     def __contains__(self, role: str) -> bool:
         return f"{self._prefix}{role}.weight" in self._tensors
+
+    def __getitem__(self, role: str) -> WeightRef:
+        """Of a role whose name is no Python word: `w["shortconv.conv"]`."""
+        return self.__getattr__(role)
 
     def __getattr__(self, role: str) -> WeightRef:
         bias = f"{self._prefix}{role}.bias"
@@ -84,6 +91,8 @@ class Builder(Protocol):
     def linear(self, x: Value, w1: WeightRef, w2: WeightRef, w3: WeightRef, /) -> tuple[Value, Value, Value]: ...
     def rope(self, x: Value, rope: RopeConfig) -> Value: ...
     def attention(self, q: Value, k: Value, v: Value, attention: AttentionConfig) -> Value: ...
+    def gated_conv(self, x: Value, w: WeightRef) -> Value: ...
+    def conv(self, x: Value, w: WeightRef) -> Value: ...
     def swiglu(self, gate: Value, up: Value) -> Value: ...
     def geglu(self, gate: Value, up: Value) -> Value: ...
     def add(self, target: Value, x: Value) -> None: ...
@@ -147,8 +156,9 @@ class Family:
             shape, ggml_type = tensors[spec.name]
             if tuple(shape) != spec.shape:
                 raise ConfigError(f"tensor {spec.name} has shape {tuple(shape)}; the metadata says {spec.shape}")
-            if len(shape) == 1 and ggml_type != F32_TYPE:
-                raise UnsupportedError(f"vector {spec.name} has ggml type {ggml_type}; norms and biases must be F32")
+            if (len(shape) == 1 or spec.float32) and ggml_type != F32_TYPE:
+                what, which = ("vector", "norms and biases") if len(shape) == 1 else ("matrix", "taps of convolutions")
+                raise UnsupportedError(f"{what} {spec.name} has ggml type {ggml_type}; {which} must be F32")
 
 
 def decoder_table(config: ModelConfig, layer: Mapping[str, tuple[int, ...]], biased: Mapping[str, bool]) -> tuple[TensorSpec, ...]:
