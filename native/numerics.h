@@ -20,6 +20,8 @@ inline constexpr float kLog2e = 0x1.715476p+0f;
 inline constexpr float kLn2Hi = 0x1.62e4p-1f, kLn2Lo = 0x1.7f7d1cp-20f;
 // exp(r) = fma(p*r, r, r+1), p of degree 4: Chebyshev interpolation of (exp(r)-1-r)/r^2 on |r| <= 0.35, rounded to f32; 0.14 * 2^-24 relative.
 inline constexpr float kExpC4 = 0x1.6d1610p-10f, kExpC3 = 0x1.121076p-7f, kExpC2 = 0x1.555516p-5f, kExpC1 = 0x1.5554d8p-3f, kExpC0 = 0.5f;
+// log1p(t) = w * (1 + z*p), w = 2t/(2+t), z = w*w/4, for 0 <= t <= 1: Chebyshev interpolation of (atanh(s)/s - 1)/z, s*s = z, on [0, 1/9].
+inline constexpr float kLog1pC3 = 0x1.12f598p-3f, kLog1pC2 = 0x1.21249ap-3f, kLog1pC1 = 0x1.99ad6cp-3f, kLog1pC0 = 0x1.55554cp-2f;
 inline constexpr float kF16Max = 65504.0f;
 inline constexpr float kGeluRoot = 0.7978845608f, kGeluCube = 0.044715f;
 

@@ -157,6 +157,54 @@ class TinyLfm2(Tiny):
         return super().metadata() | {"lfm2.attention.head_count_kv": heads, "lfm2.shortconv.l_cache": self.taps}
 
 
+@dataclass(frozen=True)
+class TinyQwen35(Tiny):
+    """Gated delta rules in all layers but every `interval`-th."""
+
+    architecture: str = "qwen35"
+    layers: int = 4
+    head_dim: int = 32
+    interval: int = 2
+    taps: int = 4
+    key_heads: int = 2
+    value_heads: int = 4
+    key_dim: int = 24
+    value_dim: int = 32
+
+    def tensors(self) -> dict[str, tuple[tuple[int, ...], str]]:
+        d, values, out = self.dim, self.value_heads * self.value_dim, {}
+        qkv = 2 * self.key_heads * self.key_dim + values
+        recurrent = {"attn_qkv": (qkv, d), "attn_gate": (values, d), "ssm_out": (d, values)}
+        recurrent |= {"ssm_alpha": (self.value_heads, d), "ssm_beta": (self.value_heads, d)}
+        for name, (shape, kind) in super().tensors().items():
+            _, layer, role, *_ = [*name.split("."), "", ""]
+            attends = layer.isdigit() and (int(layer) + 1) % self.interval == 0
+            if role == "attn_q" and not attends:
+                out |= {f"blk.{layer}.{role}.weight": (shape, self._type(role)) for role, shape in recurrent.items()}
+                out[f"blk.{layer}.ssm_conv1d.weight"] = ((qkv, self.taps), "F32")
+                out |= {f"blk.{layer}.{vector}": ((self.value_heads,), "F32") for vector in ("ssm_a", "ssm_dt.bias")}
+                out[f"blk.{layer}.ssm_norm.weight"] = ((self.value_dim,), "F32")
+            elif role == "attn_q":
+                out[name] = ((2 * shape[0], d), kind)
+                out |= {f"blk.{layer}.{norm}.weight": ((self.head_dim,), "F32") for norm in ("attn_q_norm", "attn_k_norm")}
+            elif role not in ("attn_k", "attn_v", "attn_output") or attends:
+                out[name.replace("ffn_norm", "post_attention_norm")] = (shape, kind)
+        return out
+
+    def metadata(self) -> dict[str, Any]:
+        keys = {
+            "full_attention_interval": self.interval,
+            "rope.dimension_count": self.head_dim // 4,
+            "rope.dimension_sections": [11, 11, 10, 0],
+            "ssm.conv_kernel": self.taps,
+            "ssm.group_count": self.key_heads,
+            "ssm.inner_size": self.value_heads * self.value_dim,
+            "ssm.state_size": self.key_dim,
+            "ssm.time_step_rank": self.value_heads,
+        }
+        return super().metadata() | {f"qwen35.{key}": value for key, value in keys.items()}
+
+
 def byte_level_vocabulary(size: int) -> tuple[list[str], list[str]]:
     """Special tokens, the 256 bytes in GPT-2's printable alphabet, merges of common English pairs, fillers up to `size`."""
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
@@ -192,6 +240,8 @@ def byte_level_vocabulary(size: int) -> tuple[list[str], list[str]]:
 
 def random_tensor(rng: np.random.Generator, name: str, shape: tuple[int, ...], type_name: str) -> NDArray[Any]:
     """Values of the size that training leaves: norms near 1, rows of matrices of unit length."""
+    if name.endswith(".ssm_a"):
+        return -rng.uniform(0.05, 4, shape).astype(np.float32)
     if len(shape) == 1:
         near = 0.0 if name.endswith(".bias") else 1.0
         return (near + 0.2 * rng.standard_normal(shape)).astype(np.float32)
@@ -242,6 +292,10 @@ CASES: dict[str, Tiny] = {
     "lfm2": TinyLfm2(types={"": "Q8_0", "in_proj": "Q4_0"}, seed=8),
     "lfm2-float": TinyLfm2(
         dim=40, heads=3, kv_heads=1, layers=3, ffn_dim=72, attends=(0, 2), taps=4, types={"": "F16"}, embedding="F16", seed=9
+    ),
+    "qwen35": TinyQwen35(types={"": "Q8_0", "attn_qkv": "Q4_0"}, seed=10),
+    "qwen35-odd": TinyQwen35(
+        dim=96, heads=6, kv_heads=1, head_dim=16, layers=5, interval=3, value_heads=2, value_dim=80, types=MIXED, seed=11
     ),
 }
 

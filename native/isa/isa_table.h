@@ -3,6 +3,7 @@
 #include "../kernels/activation.h"
 #include "../kernels/attention.h"
 #include "../kernels/conv.h"
+#include "../kernels/delta.h"
 #include "../kernels/linear.h"
 #include "../kernels/norm.h"
 #include "../kernels/quantize.h"
@@ -22,7 +23,11 @@ template <class D> static constexpr KernelTable make_table(const char* isa) {
         .rope = kernels::rope<V>,
         .swiglu = kernels::swiglu<V>,
         .geglu_tanh = kernels::geglu_tanh<V>,
+        .sigmoid_gate = kernels::sigmoid_gate<V>,
         .conv = kernels::conv<V>,
+        .unit_norm = kernels::unit_norm<V>,
+        .decay = kernels::decay_row<V>,
+        .delta = kernels::delta<V>,
         .add = kernels::add_row<V>,
         .scale = kernels::scale_row<V>,
         .kv_write = kernels::kv_write<V>,

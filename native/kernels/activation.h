@@ -14,6 +14,11 @@ template <class V> static void geglu_tanh(const float* gate, const float* up, fl
     map<V>(gate, up, y, n, [](F g, F u) { return V::mul(gelu_tanh<V>(g), u); });
 }
 
+template <class V> static void sigmoid_gate(const float* gate, const float* up, float* y, int64_t n) {
+    using F = typename V::F;
+    map<V>(gate, up, y, n, [](F g, F u) { return V::mul(sigmoid<V>(g), u); });
+}
+
 template <class V> static void add_row(float* y, const float* x, int64_t n) {
     using F = typename V::F;
     map<V>(y, x, y, n, [](F a, F b) { return V::add(a, b); });

@@ -37,6 +37,21 @@ template <class V> QUAFF_INLINE typename V::F gelu_tanh(typename V::F x) {
     return V::div(x, V::add(V::set(1.0f), exponential<V>(V::mul(V::set(-2.0f), u))));
 }
 
+// log(1 + t) for 0 <= t <= 1.
+template <class V> QUAFF_INLINE typename V::F log1p(typename V::F t) {
+    const auto w = V::div(V::mul(V::set(2.0f), t), V::add(V::set(2.0f), t));
+    const auto z = V::mul(V::mul(w, w), V::set(0.25f));
+    auto p = V::fma(V::set(kLog1pC3), z, V::set(kLog1pC2));
+    p = V::fma(p, z, V::set(kLog1pC1));
+    p = V::fma(p, z, V::set(kLog1pC0));
+    return V::fma(V::mul(w, z), p, w);
+}
+
+// log(1 + e^x) without overflow.
+template <class V> QUAFF_INLINE typename V::F softplus(typename V::F x) {
+    return V::add(V::max(x, V::zero()), log1p<V>(exponential<V>(V::neg(V::abs(x)))));
+}
+
 // y[i] = f(x[i]), or f(x[i], z[i]): tails are padded with +0 and stored in part.
 template <class V, class Fn> QUAFF_INLINE void map(const float* x, float* y, int64_t n, Fn f) {
     int64_t i = 0;

@@ -153,6 +153,16 @@ struct ConvArgs {
     int64_t channels, taps;
 };
 
+// The gated delta rule of one head over consecutive rows. State [dk][dv]; columns may be shared out among workers.
+struct DeltaArgs {
+    const float *q, *k;        // [dk] of the first row, then every qk_stride
+    const float* v;            // [dv], v_stride; out likewise
+    const float *decay, *beta; // one a row, gate_stride
+    float *state, *out;
+    int64_t rows, dk, dv, qk_stride, v_stride, gate_stride;
+};
+inline constexpr int64_t kDeltaColumns = 64; // four chains of 16 lanes hide the latency of fma
+
 struct KernelTable {
     const char* isa;
 
@@ -163,11 +173,15 @@ struct KernelTable {
     // In place on one row of `heads` heads of `dim`: the first 2*half values of each head turn. cs = [cos half][sin half].
     // interleaved: pairs (2i, 2i+1); otherwise pairs (i, i+half).
     void (*rope)(float* x, const float* cs, int64_t heads, int64_t dim, int64_t half, bool interleaved);
-    void (*swiglu)(const float* gate, const float* up, float* y, int64_t n);     // silu(g) * u
-    void (*geglu_tanh)(const float* gate, const float* up, float* y, int64_t n); // gelu_tanh(g) * u
+    void (*swiglu)(const float* gate, const float* up, float* y, int64_t n);       // silu(g) * u
+    void (*geglu_tanh)(const float* gate, const float* up, float* y, int64_t n);   // gelu_tanh(g) * u
+    void (*sigmoid_gate)(const float* gate, const float* up, float* y, int64_t n); // sigmoid(g) * u
     void (*conv)(const ConvArgs*);
-    void (*add)(float* y, const float* x, int64_t n); // y = y + x
-    void (*scale)(float* y, float s, int64_t n);      // y = y * s
+    float (*unit_norm)(float* x, float eps, float scale, int64_t n);     // x * (1/sqrt(S + eps)) * scale in place; returns S
+    void (*decay)(float* x, const float* a, const float* dt, int64_t n); // x = E(a * softplus(x + dt)) in place
+    void (*delta)(const DeltaArgs*, int64_t column, int64_t end);        // columns in whole 16s
+    void (*add)(float* y, const float* x, int64_t n);                    // y = y + x
+    void (*scale)(float* y, float s, int64_t n);                         // y = y * s
     // Clamp to +-65504, round to f16, store position `slot` of a page of one head: k -> kpage[d*64+slot], v -> vpage[slot*dim+d].
     void (*kv_write)(const float* k, const float* v, uint16_t* kpage, uint16_t* vpage, int64_t dim, int64_t slot);
     void (*attend)(const AttendArgs*);

@@ -16,11 +16,14 @@ struct Arity {
     int inputs, outputs, weights, ints, floats;
 };
 constexpr Arity kArity[] = {
-    {"embed", 0, 1, 1, 0, 1}, {"rms_norm", 1, 2, 1, 1, 1}, {"quantize", 1, 1, 0, 0, 0}, {"linear", 2, -1, -1, 2, 0},
-    {"rope", 1, 1, 0, 4, 0},  {"kv_write", 2, 0, 0, 4, 0}, {"attend", 1, 1, 0, 6, 2},   {"glu", 2, 2, 0, 1, 0},
-    {"add", 1, 1, 0, 0, 0},   {"conv", 1, 2, 2, 5, 0},
+    {"embed", 0, 1, 1, 0, 1},       {"rms_norm", 1, 2, 1, 1, 1}, {"quantize", 1, 1, 0, 0, 0}, {"linear", 2, -1, -1, 2, 0},
+    {"rope", 1, 1, 0, 4, 0},        {"kv_write", 2, 0, 0, 4, 0}, {"attend", 1, 1, 0, 6, 2},   {"glu", 2, 2, 0, 1, 0},
+    {"add", 1, 1, 0, 0, 0},         {"conv", 1, 2, 2, 5, 0},     {"split", 1, -1, 0, -1, 0},  {"unit_norm", 1, 1, 0, 2, 2},
+    {"delta_gates", 2, 2, 2, 0, 0}, {"delta", 5, 1, 0, 7, 0},
 };
 static_assert(std::size(kArity) == static_cast<size_t>(OpKind::kCount));
+
+bool leaves_state(const Op& op) { return op.kind == OpKind::kKvWrite || op.kind == OpKind::kConv || op.kind == OpKind::kDelta; }
 
 bool fits(int want, size_t have) { return want < 0 || static_cast<size_t>(want) == have; }
 
@@ -92,7 +95,7 @@ public:
             scratch(in[0], false);
             scratch(in[1], false);
             need(width(in[0]) == width(in[1]), "gate and up differ in width");
-            need(ints[0] == 0 || ints[0] == 1, "unknown activation");
+            need(ints[0] >= 0 && ints[0] <= 2, "unknown activation");
             results(out, width(in[0]));
             break;
         case OpKind::kAdd:
@@ -108,6 +111,41 @@ public:
             need(in[0] != out[0], "cannot work in place");
             results(out, ints[2]);
             break;
+        case OpKind::kSplit: {
+            scratch(in[0], false);
+            need(out.size() >= 2 && ints.size() == out.size() + 1 && ints[0] >= 1, "needs heads and a width for each of its parts");
+            int64_t total = 0;
+            for (size_t i = 0; i < out.size(); ++i) {
+                scratch(out[i], false);
+                need(out[i] != in[0] && ints[i + 1] >= 1 && width(out[i]) == int64_t{ints[0]} * ints[i + 1], "heads and width disagree");
+                total += width(out[i]);
+            }
+            need(total == width(in[0]), "parts are not the whole");
+            break;
+        }
+        case OpKind::kUnitNorm:
+            scratch(in[0], false);
+            need(in[0] == out[0], "works in place");
+            need(ints[0] >= 1 && ints[1] >= 1 && width(in[0]) == int64_t{ints[0]} * ints[1], "heads and width disagree");
+            break;
+        case OpKind::kDeltaGates:
+            scratch(in[0], false);
+            scratch(in[1], false);
+            need(in == out && in[0] != in[1], "works in place");
+            break;
+        case OpKind::kDelta: {
+            for (int32_t id : in)
+                scratch(id, false);
+            scratch(out[0], false);
+            need(std::find(in.begin(), in.end(), out[0]) == in.end(), "cannot work in place");
+            const int64_t key_heads = ints[2], heads = ints[3], dk = ints[4], dv = ints[5];
+            need(key_heads >= 1 && heads >= 1 && heads % key_heads == 0, "value heads must be a multiple of key heads");
+            need(dk >= 1 && dv >= 16 && dv % 16 == 0, "value heads must be a multiple of 16 wide");
+            need(width(in[0]) == key_heads * dk && width(in[1]) == key_heads * dk && width(in[2]) == heads * dv && width(in[3]) == heads &&
+                     width(in[4]) == heads && width(out[0]) == heads * dv,
+                 "heads and width disagree");
+            break;
+        }
         case OpKind::kCount:
             break;
         }
@@ -233,11 +271,18 @@ int32_t Model::add_stage(std::shared_ptr<const Program> program, std::vector<std
                 vector(i, op.weights[1], op.ints[2]);
             break;
         }
+        case OpKind::kDeltaGates:
+            for (int32_t slot : op.weights) {
+                if (slot == kNone)
+                    refuse(i, "a weight is missing");
+                vector(i, slot, width(op.inputs[0]));
+            }
+            break;
         default:
             break;
         }
     }
-    if (std::any_of(p.ops.begin(), p.ops.end(), [](const Op& op) { return op.kind == OpKind::kKvWrite || op.kind == OpKind::kConv; }))
+    if (std::any_of(p.ops.begin(), p.ops.end(), leaves_state))
         last_mixer = stages.size();
     stages.push_back({std::move(program), std::move(weights)});
     return static_cast<int32_t>(stages.size()) - 1;
@@ -247,11 +292,12 @@ void Model::check_pools(const std::vector<const PagePool*>& pools, const std::ve
     for (const Stage& s : stages)
         for (size_t i = 0; i < s.program->ops.size(); ++i) {
             const Op& op = s.program->ops[i];
-            if (op.kind == OpKind::kConv) {
+            if (op.kind == OpKind::kConv || op.kind == OpKind::kDelta) {
                 const int32_t kind = op.ints[0], layer = op.ints[1];
+                const int64_t size =
+                    op.kind == OpKind::kConv ? int64_t{op.ints[3] - 1} * op.ints[2] : int64_t{op.ints[3]} * op.ints[4] * op.ints[5];
                 if (kind < 0 || kind >= static_cast<int32_t>(states.size()) || layer < 0 ||
-                    layer >= states[static_cast<size_t>(kind)]->layers() ||
-                    states[static_cast<size_t>(kind)]->size() != int64_t{op.ints[3] - 1} * op.ints[2])
+                    layer >= states[static_cast<size_t>(kind)]->layers() || states[static_cast<size_t>(kind)]->size() != size)
                     refuse(i, "no state pool of kind " + std::to_string(kind) + " fits layer " + std::to_string(layer));
             }
             if (op.kind != OpKind::kKvWrite && op.kind != OpKind::kAttend)

@@ -11,7 +11,23 @@
 
 namespace quaff {
 
-enum class OpKind : int32_t { kEmbed = 0, kRmsNorm, kQuantize, kLinear, kRope, kKvWrite, kAttend, kGlu, kAdd, kConv, kCount };
+enum class OpKind : int32_t {
+    kEmbed = 0,
+    kRmsNorm,
+    kQuantize,
+    kLinear,
+    kRope,
+    kKvWrite,
+    kAttend,
+    kGlu,
+    kAdd,
+    kConv,
+    kSplit,
+    kUnitNorm,
+    kDeltaGates,
+    kDelta,
+    kCount
+};
 
 // What a convolution does with its sum: C * sum, its input being [B | C | x] and B*x what it sums; or silu(sum).
 enum class ConvForm : int32_t { kGated = 0, kSilu };

@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <chrono>
 #include <cmath>
+#include <cstring>
 #include <stdexcept>
 #include <string>
 
@@ -289,6 +290,14 @@ void StepRun::run_op(const Stage& stage, const Op& op, bool tail) {
         return each_row([&](int64_t i, int) { k_.add(residual_row(i), buffer_row(op.inputs[0], i), model_.dim); });
     case OpKind::kConv:
         return conv(stage, op);
+    case OpKind::kSplit:
+        return split(op);
+    case OpKind::kUnitNorm:
+        return unit_norm(op);
+    case OpKind::kDeltaGates:
+        return delta_gates(stage, op);
+    case OpKind::kDelta:
+        return delta(op);
     case OpKind::kCount:
         break;
     }
@@ -338,12 +347,24 @@ void StepRun::rope(const Op& op) {
 
 void StepRun::glu(const Op& op) {
     const int64_t n = program_->buffer(op.inputs[0]).width;
-    const auto act = op.ints[0] == 0 ? k_.swiglu : k_.geglu_tanh;
+    const auto act = op.ints[0] == 0 ? k_.swiglu : op.ints[0] == 1 ? k_.geglu_tanh : k_.sigmoid_gate;
     each_row([&](int64_t i, int worker) {
         float* y = result_row(op, i, worker);
         act(buffer_row(op.inputs[0], i), buffer_row(op.inputs[1], i), y, n);
         if (op.outputs[1] != kNone)
             quantize(y, op.outputs[1], i);
+    });
+}
+
+void StepRun::split(const Op& op) {
+    each_row([&](int64_t i, int) {
+        const float* x = buffer_row(op.inputs[0], i);
+        for (int64_t head = 0; head < op.ints[0]; ++head)
+            for (size_t part = 0; part < op.outputs.size(); ++part) {
+                const int64_t n = op.ints[part + 1];
+                std::memcpy(buffer_row(op.outputs[part], i) + head * n, x, static_cast<size_t>(n) * 4);
+                x += n;
+            }
     });
 }
 

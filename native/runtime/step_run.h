@@ -82,6 +82,7 @@ private:
     void rms_norm(const Stage& stage, const Op& op);
     void rope(const Op& op);
     void glu(const Op& op);
+    void split(const Op& op);
 
     // ---- step_linear.cpp ----
     int64_t panels_per_claim(const Weight& w, bool owned) const;
@@ -116,6 +117,9 @@ private:
     std::vector<StateRun> state_runs(int32_t kind, int32_t layer) const;
     template <typename Save> void save_states(int32_t kind, int32_t layer, const StateRun& run, Save&& save) const;
     void conv(const Stage& stage, const Op& op);
+    void unit_norm(const Op& op);
+    void delta_gates(const Stage& stage, const Op& op);
+    void delta(const Op& op);
 
     Runtime& rt_;
     Model& model_;

@@ -2,6 +2,8 @@
 // the slot of the segment's end, and is copied where the caller wants to keep it.
 #include "step_run.h"
 
+#include <cmath>
+#include <cstring>
 #include <stdexcept>
 #include <string>
 #include <tuple>
@@ -115,6 +117,70 @@ void StepRun::conv(const Stage& stage, const Op& op) {
         });
     });
     result_.counters.state_macs += cell_size() * channels * taps;
+}
+
+void StepRun::unit_norm(const Op& op) {
+    each_row([&](int64_t i, int) {
+        float* x = buffer_row(op.inputs[0], i);
+        for (int64_t head = 0; head < op.ints[0]; ++head)
+            if (!std::isfinite(k_.unit_norm(x + head * op.ints[1], op.floats[0], op.floats[1], op.ints[1])))
+                poisoned_[static_cast<size_t>(segment_of(i))].store(1, std::memory_order_relaxed);
+    });
+}
+
+void StepRun::delta_gates(const Stage& stage, const Op& op) {
+    const std::vector<float>&a = weight(stage, op.weights[0]).vector, &dt = weight(stage, op.weights[1]).vector;
+    const auto n = static_cast<int64_t>(a.size());
+    each_row([&](int64_t i, int) {
+        k_.decay(buffer_row(op.inputs[0], i), a.data(), dt.data(), n);
+        k_.sigmoid_row(buffer_row(op.inputs[1], i), buffer_row(op.inputs[1], i), n);
+    });
+}
+
+// A unit is some columns of one head's state over all rows of a run, which follow one another.
+void StepRun::delta(const Op& op) {
+    const int32_t kind = op.ints[0], layer = op.ints[1];
+    const int64_t key_heads = op.ints[2], heads = op.ints[3], dk = op.ints[4], dv = op.ints[5];
+    const bool tiled = op.ints[6] != 0;
+    const std::vector<StateRun> runs = state_runs(kind, layer);
+    const int64_t blocks = (dv + kDeltaColumns - 1) / kDeltaColumns;
+    rt_.pool_.run(static_cast<int64_t>(runs.size()) * heads * blocks, [&](int64_t u, int) {
+        const StateRun& run = runs[static_cast<size_t>(u / blocks / heads)];
+        const int64_t head = u / blocks % heads, column = u % blocks * kDeltaColumns, end = std::min(dv, column + kDeltaColumns);
+        const int64_t key_head = tiled ? head % key_heads : head / (heads / key_heads);
+        float* state = states_[static_cast<size_t>(kind)][static_cast<size_t>(segment_of(run.begin))].saves.back().second +
+                       layer * state_pools_[static_cast<size_t>(kind)]->size() + head * dk * dv;
+        const auto copy = [&](const float* from, float* to) {
+            for (int64_t i = 0; i < dk; ++i)
+                if (from)
+                    std::memcpy(to + i * dv + column, from + i * dv + column, static_cast<size_t>(end - column) * 4);
+                else
+                    std::memset(to + i * dv + column, 0, static_cast<size_t>(end - column) * 4);
+        };
+        if (const float* before = run.before ? run.before + head * dk * dv : nullptr; before != state)
+            copy(before, state);
+        int64_t row = run.begin;
+        save_states(kind, layer, run, [&](int64_t rows, float* to) {
+            const DeltaArgs a{buffer_row(op.inputs[0], row) + key_head * dk,
+                              buffer_row(op.inputs[1], row) + key_head * dk,
+                              buffer_row(op.inputs[2], row) + head * dv,
+                              buffer_row(op.inputs[3], row) + head,
+                              buffer_row(op.inputs[4], row) + head,
+                              state,
+                              buffer_row(op.outputs[0], row) + head * dv,
+                              run.begin + rows - row,
+                              dk,
+                              dv,
+                              key_heads * dk,
+                              heads * dv,
+                              heads};
+            k_.delta(&a, column, end);
+            row = run.begin + rows;
+            if (to + head * dk * dv != state)
+                copy(state, to + head * dk * dv);
+        });
+    });
+    result_.counters.state_macs += cell_size() * heads * dk * dv * 3;
 }
 
 } // namespace quaff

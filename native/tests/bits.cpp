@@ -206,6 +206,40 @@ void convolution(const KernelTable& k, Lines& lines) {
     lines.push_back({"conv", hash.value()});
 }
 
+// States of several widths, rows that follow one another, and the functions that gates and keys go through.
+void delta_rule(const KernelTable& k, Lines& lines) {
+    Hash hash, unit, gates;
+    for (const int64_t n : {1, 15, 16, 24, 128}) {
+        Random random(static_cast<uint64_t>(n));
+        auto x = numbers(random, n, -6, 4);
+        unit.one(k.unit_norm(x.data(), 0x1p-20f, 0x1.6a09e6p-4f, n));
+        unit.values(x);
+        auto a = numbers(random, n, -4, 5);
+        const auto rate = numbers(random, n, -3, 3), dt = numbers(random, n, -3, 3);
+        k.decay(a.data(), rate.data(), dt.data(), n);
+        gates.values(a);
+        k.sigmoid_gate(x.data(), rate.data(), a.data(), n);
+        gates.values(a);
+    }
+    for (const auto& [dk, dv] : {std::pair<int64_t, int64_t>{1, 16}, {24, 80}, {32, 64}, {17, 160}}) {
+        Random random(static_cast<uint64_t>(dk * 1000 + dv));
+        constexpr int64_t rows = 5, heads = 3;
+        const auto q = numbers(random, rows * heads * dk, -6, 0), key = numbers(random, rows * heads * dk, -6, 0);
+        const auto v = numbers(random, rows * heads * dv, -4, 2), gate = numbers(random, 2 * rows * heads, -4, 0);
+        auto state = numbers(random, dk * dv, -6, 2);
+        Buffer<float> out(static_cast<size_t>(rows * heads * dv));
+        const DeltaArgs a{q.data(), key.data(), v.data(),   gate.data(), gate.data() + rows * heads, state.data(), out.data(), rows, dk,
+                          dv,       heads * dk, heads * dv, heads};
+        k.delta(&a, 0, dv - 16);
+        k.delta(&a, dv - 16, dv);
+        hash.values(out);
+        hash.values(state);
+    }
+    lines.push_back({"unit_norm", unit.value()});
+    lines.push_back({"delta_gates", gates.value()});
+    lines.push_back({"delta", hash.value()});
+}
+
 struct Quantised {
     Buffer<int8_t> q;
     Buffer<float> scale;
@@ -559,6 +593,7 @@ Lines run(const KernelTable& k) {
     row_kernels(k, lines);
     rope(k, lines);
     convolution(k, lines);
+    delta_rule(k, lines);
     quantize(k, lines);
     attention(k, lines);
     linear(k, lines);

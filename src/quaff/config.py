@@ -8,7 +8,7 @@ from typing import Literal, get_args
 
 from quaff.errors import ConfigError
 
-LayerKind = Literal["full", "sliding", "conv"]
+LayerKind = Literal["full", "sliding", "conv", "delta"]
 Schedule = Literal["token", "chunk", "layer"]
 Activations = Literal["int8", "float32"]
 
@@ -74,20 +74,41 @@ class AttentionConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class DeltaConfig:
+    """Heads of a gated delta rule. Value head j has key head j % key_heads when `tiled`, else j // (value_heads / key_heads)."""
+
+    key_heads: int
+    value_heads: int
+    key_dim: int
+    value_dim: int
+    tiled: bool
+
+    def __post_init__(self) -> None:
+        for name, value in (("key head count", self.key_heads), ("value head count", self.value_heads)):
+            _size(f"delta rule {name}", value, 4096)
+        for name, value in (("key", self.key_dim), ("value", self.value_dim)):
+            _size(f"delta rule {name} dimension", value, 1024)
+        _check(self.value_heads % self.key_heads == 0, f"{self.value_heads} value heads cannot share {self.key_heads} key heads evenly")
+        _check(self.value_dim % 16 == 0, f"delta rule value dimension is {self.value_dim}; expected a multiple of 16")
+
+
+@dataclass(frozen=True, slots=True)
 class LayerConfig:
     """One layer; layers with equal KV shape and kind share a page table.
 
-    A conv layer has `conv_taps` taps for every channel, and does not use its `attention` and `rope`: they are the other layers'.
+    Layers of kinds conv and delta have `conv_taps` taps for every channel and do not use `attention` and `rope`, which are the others'.
     """
 
     kind: LayerKind
     attention: AttentionConfig
     rope: RopeConfig
     conv_taps: int = 0
+    delta: DeltaConfig | None = None
 
     def __post_init__(self) -> None:
         _check(self.kind in get_args(LayerKind), f"layer kind is {self.kind!r}; expected {', '.join(get_args(LayerKind))}")
-        _check((self.kind == "conv") == (self.conv_taps > 0), "a conv layer needs taps and other layers have none")
+        _check((self.kind in ("conv", "delta")) == (self.conv_taps > 0), "a conv or delta layer needs taps and other layers have none")
+        _check((self.kind == "delta") == (self.delta is not None), "a delta layer needs a delta rule and other layers have none")
         _check((self.kind == "sliding") == (self.attention.window > 0), "a sliding layer needs a window and a full layer has none")
         _check(
             self.rope.rotary_dim <= self.attention.head_dim,

@@ -5,6 +5,7 @@ import pytest
 from tests.laws.paths import Tinyrun, prompt
 
 from quaff.batch import Batch, Counters
+from quaff.config import LayerConfig
 from quaff.graph.program import OpKind
 from quaff.schedule import Order, predict
 
@@ -69,17 +70,30 @@ def test_rest_of_the_last_layer_and_head_run_only_for_rows_that_are_asked_for(mo
     assert (spent.head_rows, spent.head_bytes_touched) == (1, rest + head)
     dim, ffn, vocab, a = model.graph.config.dim, model.graph.config.ffn_dim, model.vocab, model.graph.config.layers[-1].attention
     # The last mixer's half that leaves no state; a recurrent one has none.
-    rest_of_mixer = 0 if model.graph.config.layers[-1].kind == "conv" else 2 * dim * a.heads * a.head_dim
+    matrices = 3 if model.graph.config.architecture == "qwen35" else 2  # queries and their gates, output
+    rest_of_mixer = matrices * dim * a.heads * a.head_dim if attends(model.graph.config.layers[-1]) else 0
     assert spent.head_macs == dim * vocab + 3 * dim * ffn + rest_of_mixer
     assert spent.weight_bytes_loaded == 0
+
+
+def attends(layer: LayerConfig) -> bool:
+    return layer.kind in ("full", "sliding")
+
+
+def state_macs(layer: LayerConfig, dim: int) -> int:
+    """Taps of every channel, and three products with every element of a delta rule's state."""
+    if (d := layer.delta) is None:
+        return layer.conv_taps * dim
+    channels = 2 * d.key_heads * d.key_dim + d.value_heads * d.value_dim
+    return layer.conv_taps * channels + 3 * d.value_heads * d.key_dim * d.value_dim
 
 
 def test_the_rest_of_the_formulas(model: Tinyrun) -> None:
     n, c = 90, model.graph.config
     spent = run(model, n, Order("chunk", 32), (n - 1,))
-    attending = [(i, layer.attention) for i, layer in enumerate(c.layers) if layer.kind != "conv"]
+    attending = [(i, layer.attention) for i, layer in enumerate(c.layers) if attends(layer)]
     kv = sum(a.kv_heads * a.head_dim * 2 * 2 for _, a in attending)
-    assert spent.state_macs == n * sum(layer.conv_taps * c.dim for layer in c.layers)
+    assert spent.state_macs == n * sum(state_macs(layer, c.dim) for layer in c.layers)
     assert spent.kv_bytes_written == n * kv
     attention = 0
     for index, a in attending:

@@ -11,7 +11,7 @@ import quaff.engine.runner as runner_module
 from quaff.batch import Batch
 from quaff.schedule import Cell, Order, compile_cells
 
-RECURRENT = [name for name, tiny in CASES.items() if tiny.architecture in ("lfm2",)]
+RECURRENT = [name for name, tiny in CASES.items() if tiny.architecture in ("lfm2", "qwen35")]
 PLACES = (1, 2, 3, 63, 64, 65, 100, 149)
 ORDERS = [Order("token"), Order("chunk", 1), Order("chunk", 7), Order("chunk", 64), Order("layer", 33)]
 

@@ -14,7 +14,7 @@ import quaff
 from quaff import LLM, SamplingParams
 from quaff.errors import PromptError
 
-NAMES = ["llama-gqa", "llama-odd", "gemma3", "gemma3-wide"]
+NAMES = ["llama-gqa", "llama-odd", "gemma3", "gemma3-wide", "lfm2", "qwen35"]
 BOUNDARIES = [1, 63, 64, 65, 127, 128, 129]
 
 

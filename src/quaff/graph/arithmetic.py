@@ -16,6 +16,7 @@ LOG2E = np.float32(float.fromhex("0x1.715476p+0"))
 LN2_HI = np.float32(float.fromhex("0x1.62e4p-1"))
 LN2_LO = np.float32(float.fromhex("0x1.7f7d1cp-20"))
 EXP_C = tuple(np.float32(float.fromhex(c)) for c in ("0x1.6d1610p-10", "0x1.121076p-7", "0x1.555516p-5", "0x1.5554d8p-3", "0x1p-1"))
+LOG1P_C = tuple(np.float32(float.fromhex(c)) for c in ("0x1.12f598p-3", "0x1.21249ap-3", "0x1.99ad6cp-3", "0x1.55554cp-2"))
 GELU_ROOT, GELU_CUBE = np.float32(0.7978845608), np.float32(0.044715)
 ONE, ZERO = np.float32(1), np.float32(0)
 F16_MAX = np.float32(65504)
@@ -90,6 +91,21 @@ def gelu_tanh(x: F32) -> F32:
     return x / (ONE + exp(np.float32(-2) * u))
 
 
+def log1p(t: F32) -> F32:
+    """log(1 + t) for 0 <= t <= 1 (rule 10)."""
+    w: F32 = (np.float32(2) * t) / (np.float32(2) + t)
+    z = (w * w) * np.float32(0.25)
+    p: F32 = np.broadcast_to(LOG1P_C[0], z.shape)
+    for c in LOG1P_C[1:]:
+        p = fma(p, z, c)
+    return fma(w * z, p, w)
+
+
+def softplus(x: F32) -> F32:
+    """log(1 + e^x) (rule 10)."""
+    return maximum(x, ZERO) + log1p(exp(-np.abs(x)))
+
+
 def tree16(lanes: F32, largest: bool = False) -> F32:
     """Fold 16 lanes on the last axis by w = 8, 4, 2, 1 (rule 6)."""
     for w in (8, 4, 2, 1):
@@ -136,6 +152,12 @@ def rms_norm(x: F32, w: F32, eps: float) -> F32:
     """Rule 15 over the last axis."""
     r: F32 = ONE / np.sqrt(square_sum16(x) / np.float32(x.shape[-1]) + np.float32(eps))
     return (x * r[..., None]) * w
+
+
+def unit_norm(x: F32, eps: float, scale: float) -> F32:
+    """Rule 15 without a weight or a mean: x over the length of the last axis, times `scale`."""
+    r: F32 = ONE / np.sqrt(square_sum16(x) + np.float32(eps))
+    return (x * r[..., None]) * np.float32(scale)
 
 
 def quantise(x: F32) -> tuple[NDArray[np.int8], F32]:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, overload
 
-from quaff.config import Activations, AttentionConfig, LayerConfig, ModelConfig, RopeConfig
+from quaff.config import Activations, AttentionConfig, DeltaConfig, LayerConfig, ModelConfig, RopeConfig
 from quaff.errors import ConfigError, UnsupportedError
 from quaff.graph.fuse import fuse as fuse_program
 from quaff.graph.fuse import share_buffers, split_at_state
@@ -15,6 +15,7 @@ from quaff.graph.program import (
     INT8,
     LOGITS,
     NONE,
+    RECURRENT,
     RESIDUAL,
     SCRATCH,
     SILU_OF_SUM,
@@ -29,7 +30,7 @@ from quaff.graph.program import (
 )
 from quaff.models.family import Family, Tensors, Value, WeightRef, Weights
 
-SILU, GELU_TANH = 0, 1
+SILU, GELU_TANH, SIGMOID = 0, 1, 2
 MAX_TAPS = 16
 """As native/runtime/program.h says."""
 
@@ -40,7 +41,7 @@ class Shared:
 
     ropes: list[RopeConfig]
     kinds: list[KVKind]
-    states: list[StateKind]
+    states: list[StateKind] = field(default_factory=list)
 
     def rope(self, rope: RopeConfig) -> int:
         # Tables depend on frequencies only, not on how pairs lie.
@@ -149,11 +150,46 @@ class StageBuilder:
             raise ConfigError(f"convolution {w.name} of {w.shape[0]} channels cannot take an input of width {x.width}")
         return self._conv(x, w, SILU_OF_SUM)
 
+    def split(self, x: Value, heads: int, *widths: int) -> tuple[Value, ...]:
+        self._divides(x, sum(widths), "a split")
+        parts = tuple(self._f32(heads * width) for width in widths)
+        self._emit(OpKind.SPLIT, (x.buffer,), tuple(part.buffer for part in parts), ints=(heads, *widths))
+        return parts
+
+    def unit_norm(self, x: Value, dim: int, eps: float, scale: float = 1.0) -> Value:
+        """In place: the value given and the value returned are the same buffer."""
+        self._divides(x, dim, "unit norm")
+        self._emit(OpKind.UNIT_NORM, (x.buffer,), (x.buffer,), ints=(x.width // dim, dim), floats=(eps, scale))
+        return x
+
+    def delta_gates(self, a: Value, b: Value, rate: WeightRef, dt: WeightRef) -> tuple[Value, Value]:
+        """In place: (share of the state that is kept, step towards the value) per head."""
+        for w in (rate, dt):
+            if w.shape != (a.width,) or b.width != a.width:
+                raise ConfigError(f"weight {w.name} of shape {w.shape} is not one for each of {a.width} heads")
+        self._emit(OpKind.DELTA_GATES, (a.buffer, b.buffer), (a.buffer, b.buffer), (self._slot(rate), self._slot(dt)))
+        return a, b
+
+    def delta_rule(self, q: Value, k: Value, v: Value, decay: Value, beta: Value, delta: DeltaConfig) -> Value:
+        d = delta
+        keys, values = d.key_heads * d.key_dim, d.value_heads * d.value_dim
+        for x, width in ((q, keys), (k, keys), (v, values), (decay, d.value_heads), (beta, d.value_heads)):
+            if x.width != width:
+                raise ConfigError(f"an input of the delta rule of layer {self.layer} is {x.width} wide; expected {width}")
+        kind, index = self._shared.state(self.layer, "delta", d.value_heads * d.key_dim * d.value_dim)
+        out = self._f32(values)
+        ints = (kind, index, d.key_heads, d.value_heads, d.key_dim, d.value_dim, int(d.tiled))
+        self._emit(OpKind.DELTA, (q.buffer, k.buffer, v.buffer, decay.buffer, beta.buffer), (out.buffer,), ints=ints)
+        return out
+
     def swiglu(self, gate: Value, up: Value) -> Value:
         return self._glu(gate, up, SILU)
 
     def geglu(self, gate: Value, up: Value) -> Value:
         return self._glu(gate, up, GELU_TANH)
+
+    def sigmoid_gate(self, gate: Value, x: Value) -> Value:
+        return self._glu(gate, x, SIGMOID)
 
     def add(self, target: Value, x: Value) -> None:
         if target.buffer != RESIDUAL:
@@ -170,7 +206,7 @@ class StageBuilder:
 
         What both need (the norm before q, k and v) is computed in both. A recurrent mixer stays whole: its result needs the rows before.
         """
-        if any(op.kind == OpKind.CONV for op in self._ops):
+        if any(op.kind in RECURRENT for op in self._ops):
             return (self._stage("mixer", self._ops, fuse),)
         state, rest = split_at_state(self._ops)
         return self._stage("mixer", state, fuse), self._stage("attend", rest, fuse)
@@ -261,7 +297,7 @@ def build_graph(config: ModelConfig, family: Family, tensors: Tensors, activatio
     `fuse=False` keeps one op per step; values are the same either way.
     """
     family.check(config, tensors)
-    shared = Shared([], [], [])
+    shared = Shared([], [])
     top = Weights(tensors)
     stages: list[StageSpec] = []
 

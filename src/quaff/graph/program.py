@@ -12,13 +12,20 @@ Buffers of a program are numbered: 0 the residual (f32, model width), 1 the logi
 | ROPE | buf -> the same buf | | rope index, heads, head_dim, interleaved | |
 | KV_WRITE | k, v -> | | kind, layer in kind, kv_heads, head_dim | |
 | ATTEND | q -> out | | kind, layer in kind, heads, kv_heads, head_dim, window | scale, softcap |
-| GLU | gate, up -> f32 or -1, int8 or -1 | | 0 silu, 1 gelu_tanh | |
+| GLU | gate, up -> f32 or -1, int8 or -1 | | 0 silu, 1 gelu_tanh, 2 sigmoid | |
 | ADD | src -> 0 | | | |
 | CONV | src -> f32 or -1, int8 or -1 | w [channels, taps], b (-1 none) | kind, layer in kind, channels, taps, 0 gated or 1 silu | |
+| SPLIT | src -> one per part | | heads, width of each part in a head | |
+| UNIT_NORM | buf -> the same buf | | heads, head_dim | eps, scale |
+| DELTA_GATES | a, b -> the same bufs | rate, dt [heads] | | |
+| DELTA | q, k, v, decay, beta -> out | | kind, layer in kind, key heads, value heads, key dim, value dim, tiled | |
 
 Integer weights of LINEAR read the int8 input when there is one; float weights, and all weights without it, read the f32 input.
 With `accumulate`, LINEAR adds to its output; a second output of RMS_NORM, GLU or CONV is the first one quantised.
 CONV sums the taps of every channel over its last rows. Gated, src is [B | C | x] and the result C * conv(B*x); else silu(conv(src)).
+UNIT_NORM is x * (1/sqrt(sum of squares + eps)) * scale per head. DELTA_GATES makes a the share of a state that is kept,
+E(rate * softplus(a + dt)), and b sigmoid(b). DELTA is the gated delta rule of every value head; value head j has key head
+j % key heads when tiled, else j // (value heads / key heads).
 """
 
 from __future__ import annotations
@@ -54,10 +61,14 @@ class OpKind(IntEnum):
     GLU = 7
     ADD = 8
     CONV = 9
+    SPLIT = 10
+    UNIT_NORM = 11
+    DELTA_GATES = 12
+    DELTA = 13
 
 
-LEAVES_STATE = (OpKind.KV_WRITE, OpKind.CONV)
-"""Kinds that later rows depend on."""
+RECURRENT = (OpKind.CONV, OpKind.DELTA)
+"""Kinds whose result needs the state that earlier rows left."""
 GATED, SILU_OF_SUM = 0, 1
 """Forms of CONV."""
 
@@ -131,13 +142,20 @@ class StageSpec:
 
     @property
     def state_macs_per_row(self) -> int:
-        """Multiply-accumulates of convolutions for one row."""
-        return sum(op.ints[2] * op.ints[3] for op in self.program.ops if op.kind == OpKind.CONV)
+        """Multiply-accumulates of convolutions and recurrences for one row."""
+        return sum(state_macs(op) for op in self.program.ops)
 
     @property
     def kv_bytes_per_row(self) -> int:
         """Bytes of f16 keys and values that one row writes."""
         return sum(2 * 2 * op.ints[2] * op.ints[3] for op in self.program.ops if op.kind == OpKind.KV_WRITE)
+
+
+def state_macs(op: Op) -> int:
+    """Multiply-accumulates of a recurrent op for one row; 0 of any other."""
+    if op.kind == OpKind.CONV:
+        return op.ints[2] * op.ints[3]
+    return 3 * op.ints[3] * op.ints[4] * op.ints[5] if op.kind == OpKind.DELTA else 0
 
 
 def visible_positions(start: int, rows: int, window: int) -> int:

@@ -17,6 +17,7 @@ from quaff.graph.arithmetic import (
     F32,
     ONE,
     ZERO,
+    exp,
     fma,
     gelu_tanh,
     max16,
@@ -25,10 +26,13 @@ from quaff.graph.arithmetic import (
     quantise,
     rms_norm,
     rope,
+    sigmoid,
     silu,
+    softplus,
     sum16,
     tanh,
     to_f16,
+    unit_norm,
 )
 from quaff.graph.lowering import ReferenceWeight, lower
 from quaff.graph.program import GATED, LOGITS, NONE, RESIDUAL, Graph, KVKind, Op, OpKind, StageSpec
@@ -153,6 +157,25 @@ def convolve(x: F32, w: F32, bias: F32 | None) -> F32:
     return acc if bias is None else acc + bias
 
 
+def delta_rule(q: F32, k: F32, v: F32, decay: F32, beta: F32, state: F32) -> tuple[F32, F32]:
+    """Rule 17, row by row: q, k [n, heads, dk], v [n, heads, dv], decay and beta [n, heads], state [heads, dk, dv].
+
+    Results [n, heads, dv] and the state after them.
+    """
+    out = np.zeros_like(v)
+    for row in range(len(v)):
+        state = state * decay[row, :, None, None]
+        u, o = np.zeros_like(v[row]), np.zeros_like(v[row])
+        for i in range(k.shape[2]):
+            u = fma(state[:, i], k[row, :, i, None], u)
+        step = beta[row, :, None] * (v[row] - u)
+        state = fma(k[row, :, :, None], step[:, None, :], state)
+        for i in range(k.shape[2]):
+            o = fma(state[:, i], q[row, :, i, None], o)
+        out[row] = o
+    return out, state
+
+
 class Reference:
     """Runs a Graph on weights given by tensor name; see ReferenceWeight and `lower`.
 
@@ -211,6 +234,10 @@ class _Run:
             OpKind.GLU: self._glu,
             OpKind.ADD: self._add,
             OpKind.CONV: self._conv,
+            OpKind.SPLIT: self._split,
+            OpKind.UNIT_NORM: self._unit_norm,
+            OpKind.DELTA_GATES: self._delta_gates,
+            OpKind.DELTA: self._delta,
         }
         for op in stage.program.ops:
             steps[op.kind](op, [None if s == NONE else self._weights[stage.weights[s]] for s in op.weights])
@@ -263,7 +290,7 @@ class _Run:
 
     def _glu(self, op: Op, weights: list[ReferenceWeight | None]) -> None:
         gate, up = (self._f32[b] for b in op.inputs)
-        self._store_both(op, (gelu_tanh(gate) if op.ints[0] else silu(gate)) * up)
+        self._store_both(op, (silu, gelu_tanh, sigmoid)[op.ints[0]](gate) * up)
 
     def _add(self, op: Op, weights: list[ReferenceWeight | None]) -> None:
         self._f32[RESIDUAL] = self._f32[RESIDUAL] + self._f32[op.inputs[0]]
@@ -280,6 +307,34 @@ class _Run:
         y = convolve(x, w.dequantised(), None if bias is None else bias.values)
         self._states[kind][layer] = x[len(x) - taps + 1 :].reshape(-1)
         self._store_both(op, gate * y if form == GATED else silu(y))
+
+    def _split(self, op: Op, weights: list[ReferenceWeight | None]) -> None:
+        heads, *widths = op.ints
+        x = self._f32[op.inputs[0]]
+        parts = np.split(x.reshape(len(x), heads, -1), np.cumsum(widths)[:-1], axis=2)
+        for out, part in zip(op.outputs, parts, strict=True):
+            self._f32[out] = np.ascontiguousarray(part).reshape(len(x), -1)
+
+    def _unit_norm(self, op: Op, weights: list[ReferenceWeight | None]) -> None:
+        x = self._f32[op.inputs[0]]
+        self._f32[op.outputs[0]] = unit_norm(x.reshape(len(x), *op.ints), *op.floats).reshape(x.shape)
+
+    def _delta_gates(self, op: Op, weights: list[ReferenceWeight | None]) -> None:
+        rate, dt = weights
+        assert rate is not None and rate.values is not None and dt is not None and dt.values is not None
+        a, b = op.inputs
+        self._f32[a] = exp(rate.values * softplus(self._f32[a] + dt.values))
+        self._f32[b] = sigmoid(self._f32[b])
+
+    def _delta(self, op: Op, weights: list[ReferenceWeight | None]) -> None:
+        kind, layer, key_heads, heads, dk, dv, tiled = op.ints
+        of_value = np.arange(heads) % key_heads if tiled else np.arange(heads) // (heads // key_heads)
+        q, k, v, decay, beta = (self._f32[b] for b in op.inputs)
+        q, k = (x.reshape(-1, key_heads, dk)[:, of_value] for x in (q, k))
+        state = self._states[kind][layer].reshape(heads, dk, dv)
+        y, state = delta_rule(q, k, v.reshape(-1, heads, dv), decay, beta, state)
+        self._states[kind][layer] = state.reshape(-1)
+        self._f32[op.outputs[0]] = y.reshape(v.shape)
 
     def _store_both(self, op: Op, y: F32) -> None:
         values, codes = op.outputs

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from quaff.graph.program import NONE, Graph, Op, OpKind, StageSpec
+from quaff.graph.program import NONE, RECURRENT, Graph, Op, OpKind, StageSpec, state_macs
 from quaff.measure.forecast import StageForecast, linear_macs
 from quaff.measure.roofline import NOTHING, Ceilings, Work, bound
 
@@ -81,8 +81,8 @@ def _op_work(graph: Graph, stage: StageSpec, op: Op, forecast: StageForecast, we
     spent = forecast.counters
     if op.kind == OpKind.ATTEND:
         return Work(0, spent.attention_macs, forecast.kv_bytes)
-    if op.kind == OpKind.CONV:
-        return Work(0, spent.state_macs, 0)
+    if op.kind in RECURRENT:
+        return Work(0, spent.state_macs * state_macs(op) // stage.state_macs_per_row, 0)
     if op.kind != OpKind.LINEAR:
         return NOTHING
     macs = (spent.macs + spent.head_macs) * linear_macs(graph, stage, op) // max(1, stage.macs_per_row)
@@ -112,6 +112,10 @@ def op_name(stage: StageSpec, op: Op) -> str:
         OpKind.GLU: "ffn activation",
         OpKind.ADD: "residual add",
         OpKind.CONV: "convolution",
+        OpKind.SPLIT: "split",
+        OpKind.UNIT_NORM: "unit norm",
+        OpKind.DELTA_GATES: "delta gates",
+        OpKind.DELTA: "delta rule",
     }[op.kind]
 
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from quaff.errors import UnsupportedError, quote
-from quaff.models import gemma3, lfm2, llama, qwen2
+from quaff.models import gemma3, lfm2, llama, qwen2, qwen35
 from quaff.models.family import Family
 
-FAMILIES: dict[str, Family] = {f.name: f for f in (llama.FAMILY, qwen2.FAMILY, gemma3.FAMILY, lfm2.FAMILY)}
+FAMILIES: dict[str, Family] = {f.name: f for f in (llama.FAMILY, qwen2.FAMILY, gemma3.FAMILY, lfm2.FAMILY, qwen35.FAMILY)}
 
 
 def family(architecture: str) -> Family:

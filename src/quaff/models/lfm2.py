@@ -82,8 +82,8 @@ def _mixer_roles(c: ModelConfig, layer: LayerConfig) -> dict[str, tuple[int, ...
 def mixer(g: Builder, c: ModelConfig, layer: LayerConfig, w: Weights) -> None:
     h = g.rms_norm(g.residual, w.attn_norm, c.eps)
     if layer.kind == "conv":
-        y = g.gated_conv(g.linear(h, w["shortconv.in_proj"]), w["shortconv.conv"])
-        g.residual += g.linear(y, w["shortconv.out_proj"])
+        y = g.gated_conv(g.linear(h, w["shortconv.in_proj.weight"]), w["shortconv.conv.weight"])
+        g.residual += g.linear(y, w["shortconv.out_proj.weight"])
         return
     q, k, v = g.linear(h, w.attn_q, w.attn_k, w.attn_v)
     q = g.rope(g.rms_norm(q, w.attn_q_norm, c.eps), layer.rope)

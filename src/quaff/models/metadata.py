@@ -40,16 +40,16 @@ class MetadataReader:
             raise ConfigError(f"metadata key {full} {_fault(value)}; expected an integer >= 0")
         return value
 
-    def per_layer(self, key: str, layers: int) -> tuple[int, ...]:
+    def per_layer(self, key: str, layers: int, default: int | None = None) -> tuple[int, ...]:
         """An integer >= 0 for each layer, from an array of them or from one that all layers share."""
         full = f"{self._architecture}.{key}"
         value = self._metadata.get(full)
         if not isinstance(value, np.ndarray | list):
-            return (self.integer(key),) * layers
+            return (self.integer(key, default),) * layers
         self._seen.add(full)
         values = value.tolist() if isinstance(value, np.ndarray) else list(value)
         if len(values) != layers or any(not isinstance(v, int) or isinstance(v, bool) or v < 0 for v in values):
-            raise ConfigError(f"metadata key {full} is {quote(str(values))}; expected {layers} integers >= 0, one per layer")
+            raise ConfigError(f"metadata key {full} is {quote(str(values))}; expected {layers} integers >= 0")
         return tuple(values)
 
     def number(self, key: str, default: float | None = None) -> float:

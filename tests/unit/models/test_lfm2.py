@@ -35,13 +35,13 @@ def test_layers_and_their_state(model: tuple[Any, Any]) -> None:
 @pytest.mark.parametrize(
     ("changes", "error", "match"),
     [
-        ({KV: [0, 2, 0]}, ConfigError, "expected 4 integers >= 0, one per layer"),
+        ({KV: [0, 2, 0]}, ConfigError, "expected 4 integers >= 0"),
         ({KV: [0, 2, 0, "x"]}, ConfigError, "expected 4 integers >= 0"),
         ({KV: [0, -2, 0, 0]}, ConfigError, "expected 4 integers >= 0"),
         ({KV: [0, 0, 0, 0]}, ConfigError, "gives no layer any heads"),
         ({KV: [0, 3, 0, 0]}, ConfigError, "4 attention heads cannot share 3 KV heads"),
         ({KV: 2}, ConfigError, "unexpected tensor 'blk.0.shortconv"),
-        ({"lfm2.shortconv.l_cache": 0}, ConfigError, "a conv layer needs taps"),
+        ({"lfm2.shortconv.l_cache": 0}, ConfigError, "a conv or delta layer needs taps"),
         ({"lfm2.shortconv.l_cache": 4}, ConfigError, "blk.0.shortconv.conv.weight has shape"),
         ({"lfm2.expert_count": 8}, UnsupportedError, "'lfm2.expert_count' is not known"),
     ],
