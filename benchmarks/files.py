@@ -33,6 +33,8 @@ FILES = {
     "qwen2-1.5b-q4_0": Source(shape="qwen2-1.5b", kind="q4_0"),
     "qwen2-1.5b-q4_k_m": Source(shape="qwen2-1.5b", kind="q4_k_m"),
     "gemma3-270m-q4_k_m": Source(alias="gemma3"),
+    "lfm2-350m-q8_0": Source(shape="lfm2-350m", kind="q8_0"),
+    "lfm2-350m-q4_0": Source(shape="lfm2-350m", kind="q4_0"),
 }
 
 

@@ -287,6 +287,38 @@ def test_cancel_keeps_the_finished_prefix_and_a_retry_goes_on(llm: LLM, schedule
     assert done.kv_sha256 == cold.kv_sha256
 
 
+@pytest.mark.parametrize("name", ["lfm2", "qwen35"])
+def test_cancel_takes_recurrent_layers_back_to_where_the_step_began(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(engine_module.BLOCK_ROWS, "chunk", 200)
+    with quaff.load(CASES[name].write(tmp_path / "m.gguf"), threads=1, chunk=4) as llm:
+        tokens = prompt(llm.config.vocab, 1500, seed=4)
+        control = llm.engine.runner.control
+        watcher = when(llm, lambda: llm.engine.steps > 1 and control.cells_done > 20, llm.cancel)
+        cut = llm.prefill(tokens)
+        watcher.join()
+        assert cut.cancelled and 0 < cut.computed_tokens < 1500 and cut.computed_tokens % 200 == 0
+        assert cut.kv_sha256 == llm.prefill(tokens[: cut.computed_tokens], logits="none").kv_sha256
+        done, cold = llm.prefill(tokens, state=cut.state), llm.prefill(tokens)
+        assert done.reused_tokens == cut.computed_tokens
+        assert done.logits is not None and cold.logits is not None
+        assert done.logits.tobytes() == cold.logits.tobytes()
+        assert done.kv_sha256 == cold.kv_sha256
+
+
+@pytest.mark.parametrize("name", ["lfm2", "qwen35"])
+def test_a_recurrent_state_is_reused_only_where_it_is_known(name: str, tmp_path: Path) -> None:
+    """At its end, and before its last token; a prompt that parts from it earlier is computed afresh."""
+    with quaff.load(CASES[name].write(tmp_path / "m.gguf"), threads=1, chunk=16) as llm:
+        tokens, other = prompt(llm.config.vocab, 80, seed=5), prompt(llm.config.vocab, 80, seed=6)
+        base = llm.prefill(tokens[:60]).state
+        for ids, reused in ((tokens, 60), (tokens[:60], 59), (tokens[:59] + other, 59), (tokens[:50] + other, 0)):
+            warm, cold = llm.prefill(ids, state=base), llm.prefill(ids)
+            assert warm.reused_tokens == reused
+            assert warm.logits is not None and cold.logits is not None
+            assert warm.logits.tobytes() == cold.logits.tobytes()
+            assert warm.kv_sha256 == cold.kv_sha256
+
+
 def test_cancel_ends_a_stream_with_what_it_has(llm: LLM) -> None:
     whole = llm.generate("the rain", SamplingParams(max_tokens=200, ignore_eos=True))
     stream = llm.stream("the rain", SamplingParams(max_tokens=200, ignore_eos=True))
