@@ -41,7 +41,7 @@ def multiply(x: F32, bias: F32, kind: Type, data: U8, int8: bool, threads: int) 
     stages, ranges = np.array([0, 1], np.int32), np.array([[0, n], [0, n]], np.int32)
     logits = np.zeros((n, m), np.float32)
     runtime, control = _native.Runtime(threads), _native.Control()
-    result = runtime.step(model, [], rows, rows, zeros, [], stages, np.arange(3, dtype=np.int32), ranges, rows, logits, control)
+    result = runtime.step(model, [], [], rows, rows, zeros, [], [], stages, np.arange(3, dtype=np.int32), ranges, rows, logits, control)
     assert result.cells_done == 2 and not result.poisoned.any()
     return logits
 
