@@ -100,7 +100,7 @@ void bind_state(nb::module_& m) {
             throw std::invalid_argument("page " + std::to_string(page) + " is not in use");
     };
     nb::class_<PagePool>(m, "PagePool")
-        .def(nb::init<int64_t, int64_t, int64_t>(), "layers"_a, "kv_heads"_a, "dim"_a)
+        .def(nb::init<int64_t, int64_t, int64_t, int64_t>(), "layers"_a, "kv_heads"_a, "dim"_a, "value_bytes"_a = 2)
         .def_prop_ro("page_bytes", &PagePool::page_bytes)
         .def_prop_ro("pages_in_use", &PagePool::in_use)
         .def_prop_ro("bytes_in_use", [](const PagePool& p) { return p.in_use() * p.page_bytes(); })
@@ -125,7 +125,7 @@ void bind_state(nb::module_& m) {
                 held(p, page);
                 uint16_t* out;
                 auto array = new_array<uint16_t>(
-                    {static_cast<size_t>(p.layers()), static_cast<size_t>(p.kv_heads()), 2, static_cast<size_t>(kPage * p.dim())}, &out);
+                    {static_cast<size_t>(p.layers()), static_cast<size_t>(p.kv_heads()), 2, static_cast<size_t>(p.head_elements() / 2)}, &out);
                 std::memcpy(out, p.data(page), static_cast<size_t>(p.page_bytes()));
                 return array;
             },

@@ -32,6 +32,8 @@ template <class D> static constexpr KernelTable make_table(const char* isa) {
         .scale = kernels::scale_row<V>,
         .kv_write = kernels::kv_write<V>,
         .attend = kernels::attend<V>,
+        .kv_write_f32 = kernels::kv_write_f32<V>,
+        .attend_f32 = kernels::attend_f32<V>,
         .attend_parts = kernels::attend_pages<V, kernels::Phase::kParts>,
         .attend_merge = kernels::attend_pages<V, kernels::Phase::kMerge>,
         .attend_tile = V::kAttendRows,

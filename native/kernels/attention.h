@@ -16,6 +16,9 @@ template <int J, class Fn> QUAFF_INLINE void walk_blocks(int from, int to, Fn f)
         walk_blocks<J / 2>(from, to, f);
 }
 
+template <class V> QUAFF_INLINE typename V::F load_value(const uint16_t* p) { return V::load_f16(p); }
+template <class V> QUAFF_INLINE typename V::F load_value(const float* p) { return V::load(p); }
+
 // What one row sees of a page: positions [from, to) of it.
 struct Visible {
     int from, to;
@@ -28,7 +31,7 @@ QUAFF_INLINE Visible visible_part(int32_t position, int32_t window, int32_t page
 }
 
 // The state of T rows, one a lane; q and scores are laid out so that inner loops read consecutive memory.
-template <class V, int T> struct AttendTile {
+template <class V, int T, class Value = uint16_t> struct AttendTile {
     using F = typename V::F;
     static_assert(T <= kLanes);
     alignas(64) float m[kLanes] = {}, l[kLanes] = {}; // running maximum and sum
@@ -40,20 +43,20 @@ template <class V, int T> struct AttendTile {
     float cap;
 
     // Scores of J blocks of 16 positions: one fma chain over d for each, the soft cap before the mask.
-    template <int J> QUAFF_INLINE void score(const uint16_t* k, int block) {
+    template <int J> QUAFF_INLINE void score(const Value* k, int block) {
         F s[T][J];
 #pragma GCC unroll 8
         for (int t = 0; t < T; ++t)
 #pragma GCC unroll 4
             for (int j = 0; j < J; ++j)
                 s[t][j] = V::zero();
-        const uint16_t* at = k + block * kLanes;
+        const Value* at = k + block * kLanes;
         const float* qd = q;
         for (int d = 0; d < dim; ++d, at += kPage, qd += T) {
             F kd[J];
 #pragma GCC unroll 4
             for (int j = 0; j < J; ++j)
-                kd[j] = V::load_f16(at + j * kLanes);
+                kd[j] = load_value<V>(at + j * kLanes);
 #pragma GCC unroll 8
             for (int t = 0; t < T; ++t) {
                 const F x = V::set(qd[t]);
@@ -142,19 +145,19 @@ template <class V, int T> struct AttendTile {
     // o of J blocks of 16 dimensions over positions [from, to): what lies outside is hidden for every row. Adding +0 at the end makes a sum that
     // is zero positive, so that hidden positions (p = +0 times any finite V) never show in a sign, whether they were walked or not.
     // With `part` the page's own o is stored there, [T][dim], and merged later.
-    template <int J> QUAFF_INLINE void weigh(const uint16_t* v, int block, int from, int to, float* part) {
+    template <int J> QUAFF_INLINE void weigh(const Value* v, int block, int from, int to, float* part) {
         F sum[T][J];
 #pragma GCC unroll 8
         for (int t = 0; t < T; ++t)
 #pragma GCC unroll 4
             for (int j = 0; j < J; ++j)
                 sum[t][j] = V::zero();
-        const uint16_t* at = v + int64_t{from} * dim + block * kLanes;
+        const Value* at = v + int64_t{from} * dim + block * kLanes;
         for (int i = from; i < to; ++i, at += dim) {
             F vi[J];
 #pragma GCC unroll 4
             for (int j = 0; j < J; ++j)
-                vi[j] = V::load_f16(at + j * kLanes);
+                vi[j] = load_value<V>(at + j * kLanes);
 #pragma GCC unroll 8
             for (int t = 0; t < T; ++t) {
                 const F p = V::set(scores[t * kPage + i]);
@@ -194,7 +197,7 @@ template <class V, int T> struct AttendTile {
     }
 
     // One page: reduced and merged, or with `part` reduced only: its m and l by lane, then o [T][dim].
-    QUAFF_INLINE void page(const uint16_t* k, float* part) {
+    QUAFF_INLINE void page(const Value* k, float* part) {
         int from = kPage, to = 0;
         bool full = true;
         for (int t = 0; t < T; ++t) {
@@ -218,7 +221,7 @@ template <class V, int T> struct AttendTile {
         } else {
             merge();
         }
-        const uint16_t* v = k + int64_t{kPage} * dim;
+        const Value* v = k + int64_t{kPage} * dim;
         float* part_o = part ? part + 2 * kLanes : nullptr;
         walk_blocks<V::kAttendBlocks>(0, dim / kLanes, [&](auto n, int block) { weigh<decltype(n)::value>(v, block, from, to, part_o); });
         mark_started();
@@ -288,14 +291,42 @@ static void attend_pages(const AttendArgs* args, int32_t first, int32_t past, fl
         attend_pages<V, phase, T - 1>(args, first, past, parts, stride);
 }
 
-template <class V> static void attend(const AttendArgs* args) {
+// Pages that any row of a tile sees.
+struct PageRange {
+    int32_t first, past;
+};
+
+QUAFF_INLINE PageRange pages_seen(const AttendArgs& args) {
     int32_t first = INT32_MAX, past = 0;
-    for (int t = 0; t < args->count; ++t) {
-        const int32_t i = args->position[t], from = args->window && i >= args->window ? (i - args->window + 1) / kPage : 0;
+    for (int t = 0; t < args.count; ++t) {
+        const int32_t i = args.position[t], from = args.window && i >= args.window ? (i - args.window + 1) / kPage : 0;
         first = from < first ? from : first;
         past = i / kPage + 1 > past ? i / kPage + 1 : past;
     }
-    attend_pages<V, Phase::kAll>(args, first, past, nullptr, 0);
+    return {first, past};
+}
+
+template <class V> static void attend(const AttendArgs* args) {
+    const PageRange seen = pages_seen(*args);
+    attend_pages<V, Phase::kAll>(args, seen.first, seen.past, nullptr, 0);
+}
+
+// Over pages of f32, for checking: row by row.
+template <class V> static void attend_f32(const AttendArgs* args) {
+    for (int t = 0; t < args->count; ++t) {
+        AttendArgs one = *args;
+        one.count = 1;
+        one.q += t;
+        one.out += t;
+        one.position += t;
+        AttendTile<V, 1, float> tile;
+        tile.load(one);
+        for (auto [p, past] = pages_seen(one); p < past; ++p) {
+            tile.see(one, p);
+            tile.page(reinterpret_cast<const float*>(one.pages[p] + one.head_offset), nullptr);
+        }
+        tile.finish(one);
+    }
 }
 
 // K is stored transposed, so that a score's chain over d runs with positions in the lanes. The clamp's operand order turns NaN into -65504: pages
@@ -308,6 +339,17 @@ template <class V> static void kv_write(const float* k, const float* v, uint16_t
         for (int j = 0; j < kLanes; ++j)
             kpage[(d + j) * kPage + slot] = column[j];
         V::store_f16(vpage + slot * dim + d, V::min(V::max(V::load(v + d), low), high));
+    }
+}
+
+template <class V> static void kv_write_f32(const float* k, const float* v, float* kpage, float* vpage, int64_t dim, int64_t slot) {
+    const auto low = V::set(-kF16Max), high = V::set(kF16Max);
+    for (int64_t d = 0; d < dim; d += kLanes) {
+        float column[kLanes];
+        V::store(column, V::min(V::max(V::load(k + d), low), high));
+        for (int j = 0; j < kLanes; ++j)
+            kpage[(d + j) * kPage + slot] = column[j];
+        V::store(vpage + slot * dim + d, V::min(V::max(V::load(v + d), low), high));
     }
 }
 

@@ -185,6 +185,9 @@ struct KernelTable {
     // Clamp to +-65504, round to f16, store position `slot` of a page of one head: k -> kpage[d*64+slot], v -> vpage[slot*dim+d].
     void (*kv_write)(const float* k, const float* v, uint16_t* kpage, uint16_t* vpage, int64_t dim, int64_t slot);
     void (*attend)(const AttendArgs*);
+    // Both over pages of f32, for checking against other implementations: the clamp stays, the rounding goes.
+    void (*kv_write_f32)(const float* k, const float* v, float* kpage, float* vpage, int64_t dim, int64_t slot);
+    void (*attend_f32)(const AttendArgs*);
     // The same in two steps, for few rows over many pages: what is found in pages [first, past) goes to parts, `stride` >= 32 + count * dim
     // floats a page, in any order and by any worker; then one call merges all pages that the tile sees, ascending.
     void (*attend_parts)(const AttendArgs*, int32_t first, int32_t past, float* parts, int64_t stride);

@@ -30,12 +30,17 @@ void StepRun::kv_write(const Op& op) {
                                [static_cast<size_t>(position_of(begin) / kPage)];
         for (int64_t h = head0; h < head1; ++h) {
             uint16_t* k = page + offset + h * pool.head_elements();
-            for (int64_t i = begin; i < end; ++i)
-                k_.kv_write(buffer_row(op.inputs[0], i) + h * dim, buffer_row(op.inputs[1], i) + h * dim, k, k + kPage * dim, dim,
-                            position_of(i) % kPage);
+            for (int64_t i = begin; i < end; ++i) {
+                const float *new_k = buffer_row(op.inputs[0], i) + h * dim, *new_v = buffer_row(op.inputs[1], i) + h * dim;
+                if (pool.words() == 1)
+                    k_.kv_write(new_k, new_v, k, k + kPage * dim, dim, position_of(i) % kPage);
+                else
+                    k_.kv_write_f32(new_k, new_v, reinterpret_cast<float*>(k), reinterpret_cast<float*>(k) + kPage * dim, dim,
+                                    position_of(i) % kPage);
+            }
         }
     });
-    result_.counters.kv_bytes_written += cell_size() * heads * dim * 4;
+    result_.counters.kv_bytes_written += cell_size() * heads * dim * 4 * pool.words();
 }
 
 template <typename Kernel>
@@ -93,7 +98,9 @@ void StepRun::attend(const Op& op) {
                     if (const int64_t row = run.begin + tile * k_.attend_tile / group; row >= blocks[b] && row < blocks[b + 1])
                         tiles.push_back({run.begin, run.rows, head, tile, run.first_page, run.past_page, nullptr});
     const auto n = static_cast<int64_t>(tiles.size());
-    if (rt_.threads() == 1 || n >= kFewTiles * rt_.threads() || pages < 2 * kPagesPerUnit)
+    if (pools_[static_cast<size_t>(op.ints[0])]->words() == 2)
+        attend_each(op, tiles, bounds, [&](const AttendArgs& a, const AttendWork&) { k_.attend_f32(&a); });
+    else if (rt_.threads() == 1 || n >= kFewTiles * rt_.threads() || pages < 2 * kPagesPerUnit)
         attend_each(op, tiles, bounds, [&](const AttendArgs& a, const AttendWork&) { k_.attend(&a); });
     else
         attend_shared(op, tiles, pages);

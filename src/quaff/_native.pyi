@@ -49,9 +49,11 @@ class RopeTable:
     def rows(self, positions: I32) -> F32: ...  # [n, rotary_dim]: cos half, then sin half
 
 class PagePool:
-    """Memory of KV pages of one kind, zeroed when taken. Layout of a page: [layer][kv_head][K: dim x 64 | V: 64 x dim] f16."""
+    """Memory of KV pages of one kind, zeroed when taken. Layout of a page: [layer][kv_head][K: dim x 64 | V: 64 x dim] f16.
 
-    def __init__(self, layers: int, kv_heads: int, dim: int) -> None: ...
+    With `value_bytes` 4, f32 for checking: `array` gives two words of 16 bits a value."""
+
+    def __init__(self, layers: int, kv_heads: int, dim: int, value_bytes: int = 2) -> None: ...
     @property
     def page_bytes(self) -> int: ...
     @property

@@ -11,6 +11,9 @@ from quaff.errors import ConfigError
 LayerKind = Literal["full", "sliding", "conv", "delta"]
 Schedule = Literal["token", "chunk", "layer"]
 Activations = Literal["int8", "float32"]
+KVDtype = Literal["float16", "float32"]
+Quantize = Literal["q8_0", "q4_0", "q4_1", "none"]
+QUANTIZE: tuple[Quantize, ...] = get_args(Quantize)
 
 MAX_HEAD_DIM = 256
 MAX_LAYERS = 1024
@@ -142,10 +145,11 @@ class ModelConfig:
 
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
-    """How to run a model. None leaves the choice to the engine. Nothing here but `activations` may change a bit.
+    """How to run a model. None leaves the choice to the engine. Nothing here but `activations` and `kv_dtype` may change a bit.
 
     `chunk` in rows, `context` in tokens (None: the model's), `memory_limit_bytes` bounds weights, KV pages and scratch.
-    `activations="float32"` does not quantise activations: slower, for checking against other implementations.
+    `activations="float32"` does not quantise activations, `kv_dtype="float32"` does not round keys and values: slower, both for checking
+    against other implementations.
     """
 
     threads: int | None = None
@@ -155,6 +159,7 @@ class EngineConfig:
     context: int | None = None
     memory_limit_bytes: int | None = None
     fuse: bool = True
+    kv_dtype: KVDtype = "float16"
 
     def __post_init__(self) -> None:
         for name, value, most in (
@@ -167,3 +172,4 @@ class EngineConfig:
                 _size(name, value, most)
         _check(self.schedule in ("token", "chunk", "layer"), f"schedule is {self.schedule!r}; expected token, chunk or layer")
         _check(self.activations in ("int8", "float32"), f"activations is {self.activations!r}; expected int8 or float32")
+        _check(self.kv_dtype in ("float16", "float32"), f"kv_dtype is {self.kv_dtype!r}; expected float16 or float32")

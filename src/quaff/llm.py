@@ -20,8 +20,8 @@ from numpy.typing import NDArray
 from quaff import _native, hub
 from quaff.batch import Counters
 from quaff.cache.pages import PageCache
-from quaff.checkpoint import Checkpoint, open_checkpoint
-from quaff.config import Activations, EngineConfig, ModelConfig, Schedule
+from quaff.checkpoint import Checkpoint
+from quaff.config import Activations, EngineConfig, KVDtype, ModelConfig, Quantize, Schedule
 from quaff.engine.engine import Engine, FinishReason, Request
 from quaff.engine.runner import Runner
 from quaff.engine.sampler import SamplingParams, StopMatcher, refused
@@ -29,6 +29,7 @@ from quaff.errors import ConfigError, MemoryBudgetError, PromptError, QuaffError
 from quaff.graph.builder import build_graph
 from quaff.graph.program import Graph
 from quaff.models import family
+from quaff.models.huggingface import open_model
 from quaff.schedule import Order, choose_order, default_chunk
 from quaff.tokenizer import Tokenizer
 from quaff.weights.budget import Accountant, available_memory_bytes, human_bytes
@@ -302,22 +303,26 @@ def load(
     memory_limit_bytes: int | None = None,
     fuse: bool = True,
     isa: str | None = None,
+    quantize: Quantize | None = None,
+    kv_dtype: KVDtype = "float16",
     progress: LoadProgress | None = None,
 ) -> LLM:
-    """Load a model by path, alias or hf:owner/repo/file, and pack its weights.
+    """Load a model by path (a GGUF file or a Hugging Face folder), alias or hf:owner/repo/file, and pack its weights.
 
     `threads` None: physical cores this process may use. `chunk` rows are computed together, None: chosen from the machine's measured
     ceilings. `schedule` is the order of the work; neither these nor `fuse` and `isa` (for the whole process) change a bit.
-    `activations="float32"` is a slower mode for checking against other implementations. `context` in tokens, at most the model's.
-    `memory_limit_bytes` bounds weights, KV state and scratch; None: nine tenths of the memory free now.
+    `activations="float32"` and `kv_dtype="float32"` (keys and values as they are, not rounded to f16) are slower modes for checking against
+    other implementations. `context` in tokens, at most the model's.
+    `memory_limit_bytes` bounds weights, KV state and scratch; None: nine tenths of the memory free now. `quantize` is for folders: what
+    matrices of a fitting width become (None: q8_0); a GGUF file is taken as it is.
     Raises a QuaffError for anything wrong with the file, the options or the memory.
     """
-    config = EngineConfig(threads, chunk, schedule, activations, context, memory_limit_bytes, fuse)
+    config = EngineConfig(threads, chunk, schedule, activations, context, memory_limit_bytes, fuse, kv_dtype)
     if isa is not None:
         set_isa(isa)
     _check_isa()
     path = hub.resolve(model, progress)
-    with located(path), open_checkpoint(path) as checkpoint:
+    with located(path), open_model(path, quantize) as checkpoint:
         return LLM(checkpoint, config, (lambda done, total: progress("packing weights", done, total)) if progress else None)
 
 
@@ -377,8 +382,11 @@ class LLM:
         tensors = {name: (view.shape, view.ggml_type) for name, view in checkpoint.tensors.items()}
         model_family = family(checkpoint.architecture)
         self.path: Path = checkpoint.path
+        self.quantized: str | None = checkpoint.quantized
         self.config: ModelConfig = model_family.config(checkpoint.metadata, tensors)
-        self.graph: Graph = build_graph(self.config, model_family, tensors, engine_config.activations, engine_config.fuse)
+        self.graph: Graph = build_graph(
+            self.config, model_family, tensors, engine_config.activations, engine_config.fuse, engine_config.kv_dtype
+        )
         self.tokenizer = Tokenizer.from_metadata(checkpoint.metadata)
         self.engine_config = engine_config
         self.context = min(self.config.context_length, engine_config.context or self.config.context_length)
@@ -390,7 +398,7 @@ class LLM:
         self.accountant = Accountant(limit)
         self._weights = ResidentWeights(checkpoint, threads, self.accountant, progress)
         self.chunk = engine_config.chunk or _measured_chunk(self._weights.bytes_per_weight, threads)
-        pools = [_native.PagePool(len(kind.layers), kind.kv_heads, kind.dim) for kind in self.graph.kv_kinds]
+        pools = [_native.PagePool(len(kind.layers), kind.kv_heads, kind.dim, kind.value_bytes) for kind in self.graph.kv_kinds]
         states = [_native.StatePool(len(kind.layers), kind.size) for kind in self.graph.state_kinds]
         cache = PageCache(self.graph.kv_kinds, pools, self.accountant, self.graph.state_kinds, states)
         runner = Runner(self.graph, self._weights, pools, threads, self.accountant, states)
@@ -446,8 +454,10 @@ class LLM:
             "model_context": c.context_length,
             "context": self.context,
             "tensor_types": self._tensor_types,
+            "quantized": self.quantized,
             "weight_bytes": self.weight_bytes,
             "activations": self.engine_config.activations,
+            "kv_dtype": self.engine_config.kv_dtype,
             "numerics_version": _native.NUMERICS_VERSION,
             "isa": _native.isa(),
             "threads": self.threads,

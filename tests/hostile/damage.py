@@ -281,7 +281,7 @@ def one_tensor_too_many(m: Model) -> None:
     m.tensor_count = len(m.tensors) + 1
 
 
-@damage("open", "part 1 of 4 of a split model; split files are not supported yet")
+@damage("open", "is part 1 of 4 of a split model; to find the others, its name has to end with -00001-of-00004.gguf")
 def split(m: Model) -> None:
     m.put("split.no", 2, struct.pack("<H", 0))
     m.put("split.count", 2, struct.pack("<H", 4))

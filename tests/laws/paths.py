@@ -17,7 +17,7 @@ from quaff import _native
 from quaff.batch import PAGE, Batch, Counters, Segment
 from quaff.cache.pages import PageCache
 from quaff.checkpoint import open_checkpoint
-from quaff.config import Activations
+from quaff.config import Activations, KVDtype
 from quaff.engine.runner import Runner
 from quaff.graph.builder import build_graph
 from quaff.graph.program import Graph
@@ -59,7 +59,13 @@ class Tinyrun:
     """A tiny model with its runner, below the engine: steps are laid out by the test."""
 
     def __init__(
-        self, tiny: Tiny | None, path: Path, activations: Activations = "int8", fuse: bool = True, graph: Graph | None = None
+        self,
+        tiny: Tiny | None,
+        path: Path,
+        activations: Activations = "int8",
+        fuse: bool = True,
+        graph: Graph | None = None,
+        kv_dtype: KVDtype = "float16",
     ) -> None:
         """Write `tiny` to `path` (None: the file is there) and load it, packed by our own reader."""
         if tiny is not None:
@@ -68,11 +74,11 @@ class Tinyrun:
             tensors = {name: (view.shape, view.ggml_type) for name, view in checkpoint.tensors.items()}
             model_family = family(checkpoint.architecture)
             config = model_family.config(checkpoint.metadata, tensors)
-            self.graph = graph or build_graph(config, model_family, tensors, activations, fuse)
+            self.graph = graph or build_graph(config, model_family, tensors, activations, fuse, kv_dtype)
             accountant = Accountant()
             self.weights = ResidentWeights(checkpoint, 1, accountant)
         self.vocab = config.vocab
-        self.pools = [_native.PagePool(len(kind.layers), kind.kv_heads, kind.dim) for kind in self.graph.kv_kinds]
+        self.pools = [_native.PagePool(len(kind.layers), kind.kv_heads, kind.dim, kind.value_bytes) for kind in self.graph.kv_kinds]
         self.state_pools = [_native.StatePool(len(kind.layers), kind.size) for kind in self.graph.state_kinds]
         self.cache = PageCache(self.graph.kv_kinds, self.pools, accountant, self.graph.state_kinds, self.state_pools)
         self.runner = Runner(self.graph, self.weights, self.pools, 1, accountant, self.state_pools)
@@ -115,7 +121,7 @@ class Tinyrun:
     def _kv(self, kind: int, table: NDArray[np.int32], start: int, rows: int) -> NDArray[np.uint16]:
         """K and V of positions start .. start + rows - 1, [layers, heads, rows, 2, dim], read before any page is given back."""
         k, first, last = self.graph.kv_kinds[kind], start // PAGE, (start + rows - 1) // PAGE
-        pages = np.stack([self.pools[kind].array(int(p)) for p in table[first : last + 1]])
+        pages = np.stack([self.pools[kind].array(int(p)) for p in table[first : last + 1]]).view(f"u{k.value_bytes}")
         shape = (len(pages), len(k.layers), k.kv_heads)
         keys = pages[:, :, :, 0].reshape(*shape, k.dim, PAGE).transpose(1, 2, 0, 4, 3)
         values = pages[:, :, :, 1].reshape(*shape, PAGE, k.dim).transpose(1, 2, 0, 3, 4)

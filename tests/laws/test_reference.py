@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tests.laws.paths import Tinyrun, Trace, prompt, tiny_run
+from tests.laws.paths import ISAS, Tinyrun, Trace, prompt, tiny_run
 from tests.tiny import CASES, read
 
 from quaff.graph.program import Graph, OpKind
@@ -27,7 +27,7 @@ def reference_trace(graph: Graph, weights: dict[str, ReferenceWeight], tokens: l
     for k in range(len(graph.kv_kinds)):
         keys, values = np.stack(state.keys[k]), np.stack(state.values[k])
         both = np.stack([keys, values], axis=3).transpose(0, 2, 1, 3, 4)
-        kv.append(np.ascontiguousarray(both).view(np.uint16))
+        kv.append(np.ascontiguousarray(both).view(f"u{graph.kv_value_bytes}"))
     return Trace([logits], [kv], tuple(np.stack(kind).tobytes() for kind in state.states))
 
 
@@ -60,3 +60,18 @@ def test_a_mask_off_by_one_fails_the_comparison(models: dict[str, Tinyrun], fold
     model.use("scalar")
     wrong = reference_trace(wider_mask(model.graph), reference_weights("gemma3", folder), tokens)
     assert "logits of rows [24 25 26 27 28]" in model.read(tokens).difference(wrong)
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("name", ["llama-mqa", "gemma3-wide"])
+def test_unrounded_keys_and_values(name: str, isa: str, folder: Path) -> None:
+    """kv_dtype="float32": every instruction set stores and reads them as the reference does, in every order."""
+    path = CASES[name].write(folder / f"{name}-f32.gguf")
+    model = Tinyrun(None, path, "float32", kv_dtype="float32")
+    rounded = Tinyrun(None, path, "float32")
+    tokens = prompt(model.vocab, LENGTH, seed=8)
+    expected = reference_trace(model.graph, reference_weights(name, folder), tokens)
+    model.use(isa, 2)
+    for order in (Order("chunk", LENGTH), Order("chunk", 7), Order("token"), Order("layer", 40)):
+        assert not model.read(tokens, order).difference(expected), f"{order}"
+    assert rounded.read(tokens).difference(expected), "negative control: rounded keys and values give other bits"

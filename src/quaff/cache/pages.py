@@ -314,13 +314,14 @@ class PageCache:
                 continue
             first = begin // PAGE
             pages = [self.pools[k].array(page) for page in s.tables[k].ids[first : pages_for(end)].tolist()]
+            word = np.dtype(f"u{kind.value_bytes}")
             rows = slice(begin - first * PAGE, end - first * PAGE)
             for layer in range(len(kind.layers)):
                 for head in range(kind.kv_heads):
-                    keys = np.concatenate([page[layer, head, 0].reshape(kind.dim, PAGE).T for page in pages])
-                    values = np.concatenate([page[layer, head, 1].reshape(PAGE, kind.dim) for page in pages])
-                    update(keys[rows].astype("<u2", copy=False).tobytes())
-                    update(values[rows].astype("<u2", copy=False).tobytes())
+                    keys = np.concatenate([page[layer, head, 0].view(word).reshape(kind.dim, PAGE).T for page in pages])
+                    values = np.concatenate([page[layer, head, 1].view(word).reshape(PAGE, kind.dim) for page in pages])
+                    update(keys[rows].astype(f"<u{kind.value_bytes}", copy=False).tobytes())
+                    update(values[rows].astype(f"<u{kind.value_bytes}", copy=False).tobytes())
         self.states.read(sequence, update)
 
     def kv_sha256(self, sequence: int) -> str:

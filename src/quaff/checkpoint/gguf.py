@@ -10,10 +10,13 @@ import mmap
 import os
 import stat
 import struct
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
 import numpy as np
+from numpy.typing import NDArray
 
 from quaff.checkpoint.sniff import describe
 from quaff.checkpoint.types import GGML_TYPES, OTHER_TYPES, SUPPORTED_TYPES
@@ -23,6 +26,7 @@ from quaff.errors import CheckpointError, UnsupportedError, located, quote
 _HEADER_LIMIT = 1 << 29  # bytes before the tensor data; the largest vocabularies in use need about 2^25
 _NAME_LIMIT = 65535  # bytes in a key (the specification's limit) or tensor name
 _ALIGNMENT_LIMIT = 1 << 24
+_PARTS_LIMIT = 65535  # the number is kept in 16 bits
 _READ_BYTES = 1 << 20
 _MIN_ENTRY = 8 + 1 + 4 + 1  # key length, key, value type, the smallest value
 _MIN_TENSOR = 8 + 1 + 4 + 8 + 4 + 8  # name length, name, number of dimensions, one dimension, type, offset
@@ -216,12 +220,44 @@ def _metadata(header: _Header, entries: int) -> tuple[dict[str, Any], int]:
     return metadata, alignment
 
 
+def _check_part(header: _Header, metadata: dict[str, Any], path: Path, wanted: tuple[int, int]) -> int:
+    """How many files the model has. `wanted`: which part of how many this file has to be; (0, 0) is the first of any number."""
+    count, number = metadata.get("split.count", 1), metadata.get("split.no", 0)
+    if not isinstance(count, int) or isinstance(count, bool) or not 1 <= count <= _PARTS_LIMIT:
+        header.damaged(f"metadata 'split.count' is {quote(str(count))}; 1 to {_PARTS_LIMIT} parts are allowed")
+    if not isinstance(number, int) or isinstance(number, bool) or not 0 <= number < count:
+        header.damaged(f"metadata 'split.no' is {quote(str(number))} in a model of {count} parts")
+    if wanted[1]:
+        if (number, count) != wanted:
+            raise CheckpointError(
+                f"is part {number + 1} of {count} of a split model, but its name says part {wanted[0] + 1} of {wanted[1]}: "
+                "parts are mixed up"
+            )
+    elif count > 1:
+        files = _part_files(path, number, count)
+        if number:
+            first = f", {quote(files[0].name)}" if files else ""
+            raise CheckpointError(f"is part {number + 1} of {count} of a split model; open the first{first}")
+        if not files:
+            ending = _part_ending(0, count)
+            raise CheckpointError(f"is part 1 of {count} of a split model; to find the others, its name has to end with {ending}")
+    return count
+
+
+def _part_ending(number: int, count: int) -> str:
+    return f"-{number + 1:05d}-of-{count:05d}.gguf"
+
+
+def _part_files(path: Path, number: int, count: int) -> list[Path]:
+    """Files of all parts, by the name of one; empty when it has not the name of one."""
+    ending = _part_ending(number, count)
+    if not path.name.endswith(ending):
+        return []
+    stem = path.name[: -len(ending)]
+    return [path.with_name(stem + _part_ending(i, count)) for i in range(count)]
+
+
 def _check_kind(header: _Header, metadata: dict[str, Any]) -> None:
-    parts = metadata.get("split.count", 0)
-    if isinstance(parts, int) and parts > 1:
-        number = metadata.get("split.no", 0)
-        which = f"part {number + 1} of {parts}" if isinstance(number, int) else f"one of {parts} parts"
-        raise UnsupportedError(f"{which} of a split model; split files are not supported yet: join them with 'llama-gguf-split --merge'")
     kind = metadata.get("general.type")
     if isinstance(kind, str) and kind in _NOT_MODELS:
         raise UnsupportedError(f"{_NOT_MODELS[kind]}, not a model; give the file of the model itself")
@@ -279,7 +315,18 @@ def _check_layout(header: _Header, table: list[tuple[str, tuple[int, ...], int, 
         last_name, last_end = name, offset + nbytes
 
 
-def _read(fd: int, path: Path) -> Checkpoint:
+@dataclass(frozen=True, slots=True, eq=False)
+class _File:
+    """One file of a model: the only one, or a part."""
+
+    metadata: dict[str, Any]
+    tensors: dict[str, TensorView]
+    nbytes: int
+    mapped: mmap.mmap
+    parts: int
+
+
+def _read(fd: int, path: Path, wanted: tuple[int, int]) -> _File:
     status = os.fstat(fd)
     if stat.S_ISDIR(status.st_mode):
         inside = sorted(p.name for p in path.glob("*.gguf"))[:3]
@@ -303,7 +350,9 @@ def _read(fd: int, path: Path) -> Checkpoint:
         claim = f"the header claims {tensors} tensors and {entries} metadata entries"
         header.damaged(f"{claim}, more than a file of {size} bytes can hold{_unfinished(least)}")
     metadata, alignment = _metadata(header, entries)
-    _check_kind(header, metadata)
+    parts = _check_part(header, metadata, path, wanted)
+    if not wanted[0]:
+        _check_kind(header, metadata)
     table = _tensor_table(header, tensors, alignment)
     data = (header.at + alignment - 1) // alignment * alignment
     _check_layout(header, table, data)
@@ -314,10 +363,14 @@ def _read(fd: int, path: Path) -> Checkpoint:
         raise CheckpointError("the file changed while it was read; try again when whatever writes it is done")
     content = np.frombuffer(mapped, np.uint8)
     views = {
-        name: TensorView(name, shape, kind, GGML_TYPES[kind].name, content[data + offset : data + offset + nbytes])
+        name: TensorView(name, shape, kind, GGML_TYPES[kind].name, nbytes, partial(_part, content, data + offset, nbytes))
         for name, shape, kind, offset, nbytes in table
     }
-    return Checkpoint(path, metadata, views, size, mapped)
+    return _File(metadata, views, size, mapped, parts)
+
+
+def _part(content: NDArray[np.uint8], begin: int, nbytes: int) -> NDArray[np.uint8]:
+    return content[begin : begin + nbytes]
 
 
 def _reason(error: OSError | ValueError) -> str:
@@ -325,7 +378,24 @@ def _reason(error: OSError | ValueError) -> str:
 
 
 def read_gguf(path: Path) -> Checkpoint:
-    """Open a GGUF file. Raises CheckpointError and UnsupportedError, with the path in front."""
+    """Open a GGUF file, or all files of a split model by the first. Raises CheckpointError and UnsupportedError, with the path in front."""
+    files = [_open(path, (0, 0))]
+    tensors = dict(files[0].tensors)
+    for number, part in enumerate(_part_files(path, 0, files[0].parts)[1:] if files[0].parts > 1 else (), 1):
+        if not part.exists():
+            raise CheckpointError(f"{path}: part {number + 1} of {files[0].parts} is missing: {quote(part.name)}")
+        files.append(_open(part, (number, files[0].parts)))
+        twice = next((name for name in files[-1].tensors if name in tensors), None)
+        if twice is not None:
+            raise CheckpointError(f"{part}: tensor {quote(twice)} is in another part already: parts of two models are mixed up")
+        tensors |= files[-1].tensors
+    stated = files[0].metadata.get("split.tensors.count", len(tensors))
+    if stated != len(tensors):
+        raise CheckpointError(f"{path}: the parts hold {len(tensors)} tensors, but {quote(str(stated))} are stated: parts are mixed up")
+    return Checkpoint(path, files[0].metadata, tensors, sum(f.nbytes for f in files), [f.mapped for f in files])
+
+
+def _open(path: Path, wanted: tuple[int, int]) -> _File:
     try:
         # Without O_NONBLOCK, opening a named pipe would wait for a writer.
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
@@ -337,7 +407,7 @@ def read_gguf(path: Path) -> Checkpoint:
         raise CheckpointError(f"{path}: cannot be opened: {_reason(error)}") from None
     try:
         with located(path):
-            return _read(fd, path)
+            return _read(fd, path, wanted)
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{path}: cannot be read: {_reason(error)}") from None
     finally:

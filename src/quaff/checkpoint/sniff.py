@@ -25,7 +25,7 @@ def describe(head: bytes, file_bytes: int) -> str:
         if head.startswith(signature) or lowered.startswith(signature):
             return text
     if len(head) > 8 and head[8:9] == b"{" and int.from_bytes(head[:8], "little") <= file_bytes - 8:
-        return f"a safetensors file; {_GGUF_NEEDED}: use a GGUF version of this model"
+        return "a safetensors file; give the folder that it is in, with its config.json and tokenizer.json"
     if not any(head):
         return f"not a model: it begins with zeros, as an unfinished download does; {_GGUF_NEEDED}"
     return f"not a GGUF file (it begins with {head[:4].hex(' ')}, not 47 47 55 46); {_GGUF_NEEDED}"

@@ -12,8 +12,10 @@ import typer
 from quaff.cli.bench import bench
 from quaff.cli.chat import chat
 from quaff.cli.console import fail
+from quaff.cli.convert import convert
 from quaff.cli.explain import explain
 from quaff.cli.inspect import inspect
+from quaff.cli.models import models
 from quaff.cli.pull import pull
 from quaff.cli.run import run
 from quaff.cli.score import score
@@ -49,7 +51,7 @@ def options(
     pass
 
 
-for verb in (pull, run, chat, bench, explain, verify, inspect, score):
+for verb in (pull, run, chat, bench, explain, verify, inspect, score, convert, models):
     app.command()(verb)
 
 

@@ -9,7 +9,7 @@ from typing import Annotated, TypeVar, cast, get_args
 import typer
 
 from quaff.cli.console import Bar
-from quaff.cli.options import MOST_COUNTED, MOST_THREADS, Chunk, Json, Model, OutputName, ScheduleName
+from quaff.cli.options import MOST_COUNTED, MOST_THREADS, Chunk, Json, Model, OutputName, Quantize, ScheduleName
 from quaff.errors import quote
 
 T = TypeVar("T")
@@ -37,6 +37,7 @@ def bench(
         Path | None, typer.Option("--ledger", help="Append the figures to this file, a JSON line.", show_default=False)
     ] = None,
     output: Annotated[OutputName, typer.Option("--output", "-o", help="How to print the report.")] = "md",
+    quantize: Quantize = None,
     as_json: Json = False,
 ) -> None:
     """Measure tokens per second."""
@@ -63,7 +64,7 @@ def bench(
     schedules = listed(schedule, schedule_name)
     if ledger is not None:
         lines.read(ledger)  # A damaged file is reported before minutes are spent.
-    with Bar() as bar, load(model, threads=max(plan_threads), chunk=chunk, progress=bar.step) as llm:
+    with Bar() as bar, load(model, quantize=quantize, threads=max(plan_threads), chunk=chunk, progress=bar.step) as llm:
         if depth is None:
             trials = [t for t in trials if not t.depth or t.positions <= llm.context]
         report = run_bench(llm, Plan(tuple(trials), plan_threads, schedules, chunk, repetitions, roofline, profile), bar.step)

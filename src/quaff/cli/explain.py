@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from quaff.cli.console import Bar
-from quaff.cli.options import MOST_COUNTED, Chunk, Json, Model, Threads
+from quaff.cli.options import MOST_COUNTED, Chunk, Json, Model, Quantize, Threads
 
 
 def explain(
@@ -19,24 +19,25 @@ def explain(
     repetitions: Annotated[
         int, typer.Option("--repetitions", "-r", min=1, max=MOST_COUNTED, help="Measured runs with --run, after a warm-up.")
     ] = 3,
+    quantize: Quantize = None,
     as_json: Json = False,
 ) -> None:
     """Predict bytes, launches, memory and seconds of every schedule."""
     from quaff import _native
-    from quaff.checkpoint import open_checkpoint
     from quaff.errors import located
     from quaff.hub import resolve
     from quaff.llm import load
     from quaff.measure import explain as lib
     from quaff.measure.roofline import measure_ceilings
     from quaff.measure.table import render
+    from quaff.models.huggingface import open_model
 
     with Bar() as bar:
         path = resolve(model, bar.step)
-        with located(path), open_checkpoint(path) as checkpoint:
+        with located(path), open_model(path, quantize) as checkpoint:
             told = lib.explain(checkpoint, prompt, measure_ceilings(threads or _native.default_threads()), chunk)
         if measure:
             rows = max(cost.order.chunk for cost in told.costs)
-            with load(path, threads=told.ceilings.threads, chunk=rows, progress=bar.step) as llm:
+            with load(path, quantize=quantize, threads=told.ceilings.threads, chunk=rows, progress=bar.step) as llm:
                 told = lib.run(llm, told, repetitions, bar.step)
     print(render("json" if as_json else "md", lib.explain_json(told), sentences=lambda: lib.explain_markdown(told)))

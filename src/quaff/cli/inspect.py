@@ -6,20 +6,20 @@ from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 from quaff.cli.console import Bar, note, print_json
-from quaff.cli.options import Json, Model
+from quaff.cli.options import Json, Model, Quantize
 
 if TYPE_CHECKING:
     from quaff.checkpoint import Checkpoint
 
 
-def inspect(model: Model, as_json: Json = False) -> None:
-    """Show what a model file holds: family, tensor types, sizes, memory needed."""
-    from quaff.checkpoint import open_checkpoint
+def inspect(model: Model, quantize: Quantize = None, as_json: Json = False) -> None:
+    """Show what a model holds: family, tensor types, sizes, memory needed."""
     from quaff.hub import resolve
+    from quaff.models.huggingface import open_model
 
     with Bar(unit="bytes") as bar:
         path = resolve(model, bar.step)
-    with open_checkpoint(path) as checkpoint:
+    with open_model(path, quantize) as checkpoint:
         report = describe(checkpoint)
     if as_json:
         print_json(report)
@@ -49,6 +49,8 @@ def describe(checkpoint: Checkpoint) -> dict[str, Any]:
     report: dict[str, Any] = {
         "path": str(checkpoint.path),
         "file_bytes": checkpoint.file_bytes,
+        "format": checkpoint.format,
+        "quantized": checkpoint.quantized,
         "architecture": checkpoint.architecture,
         "name": known("general.name", str),
         "supported": True,
@@ -79,6 +81,9 @@ def print_report(report: dict[str, Any]) -> None:
         print(f"{label:<16}{one_line(text)}")
 
     row("file", f"{report['path']} ({human_bytes(report['file_bytes'])})")
+    if report["quantized"]:
+        matrices = "matrices as stored" if report["quantized"] == "none" else f"matrices become {report['quantized']} on load"
+        row("format", f"{report['format']}, {matrices}")
     row("family", report["architecture"] + ("" if report["supported"] else "  (not supported)"))
     if report["name"]:
         row("name", report["name"])

@@ -21,7 +21,15 @@ def _a_number(value: float) -> float:
     return value
 
 
-Model = Annotated[str, typer.Argument(help="A GGUF file, an alias (smollm2, gemma3), or hf:owner/repo/file.", show_default=False)]
+Model = Annotated[
+    str,
+    typer.Argument(help="A GGUF file, a Hugging Face folder, an alias (smollm2, gemma3), or hf:owner/repo/file.", show_default=False),
+]
+QuantizeName = Literal["q8_0", "q4_0", "q4_1", "none"]
+Quantize = Annotated[
+    QuantizeName | None,
+    typer.Option("--quantize", help="What the matrices of a Hugging Face folder become.", show_default="q8_0"),
+]
 Threads = Annotated[
     int | None, typer.Option("--threads", "-t", min=1, max=MOST_THREADS, help="Worker threads; without it, the physical cores we may use.")
 ]

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from quaff.cli.console import Bar, note, print_json, read_prompt
-from quaff.cli.options import Chunk, Json, MaxTokens, Model, Raw, Schedule, Seed, Temperature, Threads
+from quaff.cli.options import Chunk, Json, MaxTokens, Model, Quantize, Raw, Schedule, Seed, Temperature, Threads
 
 if TYPE_CHECKING:
     from quaff.llm import LLM, Completion
@@ -26,6 +26,7 @@ def run(
     chunk: Chunk = None,
     schedule: Schedule = "chunk",
     raw: Raw = False,
+    quantize: Quantize = None,
     as_json: Json = False,
 ) -> None:
     """Read a prompt and stream the answer."""
@@ -35,7 +36,7 @@ def run(
 
     text = read_prompt(prompt, file)
     params = SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=seed)
-    with Bar() as bar, load(model, threads=threads, chunk=chunk, schedule=schedule, progress=bar.step) as llm:
+    with Bar() as bar, load(model, quantize=quantize, threads=threads, chunk=chunk, schedule=schedule, progress=bar.step) as llm:
         stream = llm.stream(prompt_tokens(llm, text, raw), params, progress=lambda done, total: bar.step("reading the prompt", done, total))
         for piece in stream:
             bar.close()

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from quaff.cli.console import Bar, print_json, read_prompt
-from quaff.cli.options import Chunk, Json, Model, Schedule, Threads
+from quaff.cli.options import Chunk, Json, Model, Quantize, Schedule, Threads
 
 
 def score(
@@ -18,6 +18,7 @@ def score(
     threads: Threads = None,
     chunk: Chunk = None,
     schedule: Schedule = "chunk",
+    quantize: Quantize = None,
     as_json: Json = False,
 ) -> None:
     """Perplexity and log-probabilities of a text."""
@@ -25,7 +26,7 @@ def score(
     from quaff.llm import load
 
     text = read_prompt(None, file)
-    with Bar() as bar, load(model, threads=threads, chunk=chunk, schedule=schedule, progress=bar.step) as llm:
+    with Bar() as bar, load(model, quantize=quantize, threads=threads, chunk=chunk, schedule=schedule, progress=bar.step) as llm:
         result = llm.score(text, progress=lambda done, total: bar.step("scoring", done, total))
         if as_json:
             print_json(

@@ -7,13 +7,14 @@ from typing import Annotated
 import typer
 
 from quaff.cli.console import Bar, print_json
-from quaff.cli.options import Json, Model, Threads
+from quaff.cli.options import Json, Model, Quantize, Threads
 
 
 def verify(
     model: Model,
     tokens: Annotated[int, typer.Option("--tokens", min=130, max=1 << 30, help="Length of the prompt.")] = 709,
     threads: Threads = None,
+    quantize: Quantize = None,
     as_json: Json = False,
 ) -> None:
     """Read one prompt on every path and compare the bits of logits, KV state and text."""
@@ -33,7 +34,7 @@ def verify(
             )
 
     with Bar() as bar:
-        with load(model, threads=threads, progress=bar.step) as llm:
+        with load(model, quantize=quantize, threads=threads, progress=bar.step) as llm:
             verifier = Verifier(llm, tokens)  # Refuses a prompt that does not fit, before anything is printed.
             if not as_json:
                 print(f"  {'path':<42} {'logits':<12}  {'KV':<12}  text")
@@ -41,7 +42,7 @@ def verify(
                 add(outcome)
                 bar.step("verifying", len(outcomes), len(verifier.paths) + 1)
             path, chunk = llm.path, llm.chunk
-        with load(path, threads=threads, chunk=chunk, fuse=False, progress=bar.step) as llm:
+        with load(path, quantize=quantize, threads=threads, chunk=chunk, fuse=False, progress=bar.step) as llm:
             add(Verifier(llm, tokens).run_default("without fusions"))
     verdict = Verdict(_native.NUMERICS_VERSION, _native.isa(), tokens, tuple(outcomes))
     if as_json:

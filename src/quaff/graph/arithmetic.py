@@ -184,6 +184,11 @@ def rope(x: F32, cos: F32, sin: F32, interleaved: bool) -> F32:
     return y
 
 
+def clamp_f16(x: F32) -> F32:
+    """Rule 16: clamped to +-65504."""
+    return minimum(maximum(x, -F16_MAX), F16_MAX)
+
+
 def to_f16(x: F32) -> NDArray[np.float16]:
-    """Rule 16: clamped to +-65504, then rounded to f16, nearest even."""
-    return minimum(maximum(x, -F16_MAX), F16_MAX).astype(np.float16)
+    """Rule 16: clamped, then rounded to f16, nearest even."""
+    return clamp_f16(x).astype(np.float16)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Any, overload
 
-from quaff.config import Activations, AttentionConfig, DeltaConfig, LayerConfig, ModelConfig, RopeConfig
+from quaff.config import Activations, AttentionConfig, DeltaConfig, KVDtype, LayerConfig, ModelConfig, RopeConfig
 from quaff.errors import ConfigError, UnsupportedError
 from quaff.graph.fuse import fuse as fuse_program
 from quaff.graph.fuse import share_buffers, split_at_state
@@ -41,6 +41,7 @@ class Shared:
 
     ropes: list[RopeConfig]
     kinds: list[KVKind]
+    value_bytes: int = 2
     states: list[StateKind] = field(default_factory=list)
 
     def rope(self, rope: RopeConfig) -> int:
@@ -55,9 +56,9 @@ class Shared:
         wanted = (kind, attention.kv_heads, attention.head_dim, attention.window)
         for i, k in enumerate(self.kinds):
             if (k.name, k.kv_heads, k.dim, k.window) == wanted:
-                self.kinds[i] = KVKind(kind, (*k.layers, layer), k.kv_heads, k.dim, k.window)
+                self.kinds[i] = replace(k, layers=(*k.layers, layer))
                 return i, len(k.layers)
-        self.kinds.append(KVKind(kind, (layer,), attention.kv_heads, attention.head_dim, attention.window))
+        self.kinds.append(KVKind(kind, (layer,), attention.kv_heads, attention.head_dim, attention.window, self.value_bytes))
         return len(self.kinds) - 1, 0
 
     def state(self, layer: int, name: str, size: int) -> tuple[int, int]:
@@ -288,7 +289,14 @@ class StageBuilder:
         self._ops.append(Op(kind, inputs, outputs, weights, ints, floats))
 
 
-def build_graph(config: ModelConfig, family: Family, tensors: Tensors, activations: Activations = "int8", fuse: bool = True) -> Graph:
+def build_graph(
+    config: ModelConfig,
+    family: Family,
+    tensors: Tensors,
+    activations: Activations = "int8",
+    fuse: bool = True,
+    kv_dtype: KVDtype = "float16",
+) -> Graph:
     """Stages of a model in grid order: embed, (mixer, ffn) per layer, head. A last mixer of attention is followed by its attend stage.
 
     `tensors`: name -> (shape, ggml type).
@@ -297,7 +305,7 @@ def build_graph(config: ModelConfig, family: Family, tensors: Tensors, activatio
     `fuse=False` keeps one op per step; values are the same either way.
     """
     family.check(config, tensors)
-    shared = Shared([], [])
+    shared = Shared([], [], 4 if kv_dtype == "float32" else 2)
     top = Weights(tensors)
     stages: list[StageSpec] = []
 

@@ -170,13 +170,17 @@ def visible_positions(start: int, rows: int, window: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class KVKind:
-    """Layers that share one page table per sequence: equal KV shape and window. `layers` are model layers, ascending; dim is per head."""
+    """Layers that share one page table per sequence: equal KV shape and window. `layers` are model layers, ascending; dim is per head.
+
+    `value_bytes`: 2, f16, or 4, f32 for checking.
+    """
 
     name: str
     layers: tuple[int, ...]
     kv_heads: int
     dim: int
     window: int
+    value_bytes: int = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,6 +201,11 @@ class Graph:
     ropes: tuple[RopeConfig, ...]
     kv_kinds: tuple[KVKind, ...]
     state_kinds: tuple[StateKind, ...] = ()
+
+    @property
+    def kv_value_bytes(self) -> int:
+        """Bytes of a value in KV pages, the same in all kinds."""
+        return max((kind.value_bytes for kind in self.kv_kinds), default=2)
 
     @cached_property
     def weight_names(self) -> tuple[str, ...]:

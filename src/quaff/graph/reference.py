@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,6 +18,7 @@ from quaff.graph.arithmetic import (
     F32,
     ONE,
     ZERO,
+    clamp_f16,
     exp,
     fma,
     gelu_tanh,
@@ -39,7 +41,7 @@ from quaff.graph.program import GATED, LOGITS, NONE, RESIDUAL, Graph, KVKind, Op
 from quaff.graph.rope_table import rope_rows
 
 FLOAT_BLOCK = 128
-F16 = NDArray[np.float16]
+KV = NDArray[np.floating[Any]]
 Codes = tuple[NDArray[np.int8], F32]
 
 __all__ = ["Reference", "ReferenceState", "ReferenceWeight", "attend", "linear_float", "linear_int", "lower"]
@@ -47,12 +49,12 @@ __all__ = ["Reference", "ReferenceState", "ReferenceWeight", "attend", "linear_f
 
 @dataclass(frozen=True, slots=True)
 class ReferenceState:
-    """Keys and values of `length` positions: per KV kind and layer in kind, f16 [length, kv_heads, dim]. `states`: recurrent state per
-    kind and layer in kind, f32 [size]."""
+    """Keys and values of `length` positions: per KV kind and layer in kind, [length, kv_heads, dim] of f16, or of f32 where the kind has
+    values of 4 bytes. `states`: recurrent state per kind and layer in kind, f32 [size]."""
 
     length: int
-    keys: tuple[tuple[F16, ...], ...]
-    values: tuple[tuple[F16, ...], ...]
+    keys: tuple[tuple[KV, ...], ...]
+    values: tuple[tuple[KV, ...], ...]
     states: tuple[tuple[F32, ...], ...] = ()
 
     def pages(self, kind: int) -> NDArray[np.uint16]:
@@ -97,7 +99,7 @@ def linear_float(x: F32, w: F32) -> F32:
     return total
 
 
-def attend(q: F32, positions: NDArray[np.int64], keys: F16, values: F16, window: int, scale: float, softcap: float) -> F32:
+def attend(q: F32, positions: NDArray[np.int64], keys: KV, values: KV, window: int, scale: float, softcap: float) -> F32:
     """Rule 16: q [n, heads, dim] at absolute positions over keys and values [length, kv_heads, dim], as f32 [n, heads, dim]."""
     n, heads, dim = q.shape
     share = np.arange(heads) // (heads // keys.shape[1])
@@ -279,7 +281,9 @@ class _Run:
     def _kv_write(self, op: Op, weights: list[ReferenceWeight | None]) -> None:
         kind, layer, heads, dim = op.ints
         for arrays, buffer in ((self._keys, op.inputs[0]), (self._values, op.inputs[1])):
-            arrays[kind][layer][self._positions] = to_f16(self._f32[buffer]).reshape(-1, heads, dim)
+            values = self._f32[buffer].reshape(-1, heads, dim)
+            rounded = arrays[kind][layer].dtype == np.float16
+            arrays[kind][layer][self._positions] = to_f16(values) if rounded else clamp_f16(values)
 
     def _attend(self, op: Op, weights: list[ReferenceWeight | None]) -> None:
         kind, layer, heads, _, dim, window = op.ints
@@ -344,11 +348,11 @@ class _Run:
             self._codes[codes] = quantise(y)
 
 
-def _grown(kinds: tuple[KVKind, ...], old: tuple[tuple[F16, ...], ...] | None, rows: int) -> list[list[F16]]:
+def _grown(kinds: tuple[KVKind, ...], old: tuple[tuple[KV, ...], ...] | None, rows: int) -> list[list[KV]]:
     """KV arrays with room for `rows` more positions; the old ones are copied."""
 
-    def grow(kind: int, layer: int, k: KVKind) -> F16:
-        room = np.zeros((rows, k.kv_heads, k.dim), dtype=np.float16)
+    def grow(kind: int, layer: int, k: KVKind) -> KV:
+        room = np.zeros((rows, k.kv_heads, k.dim), dtype=np.dtype(f"f{k.value_bytes}"))
         return np.concatenate([old[kind][layer], room]) if old else room
 
     return [[grow(i, layer, k) for layer in range(len(k.layers))] for i, k in enumerate(kinds)]

@@ -106,7 +106,10 @@ class Builder(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Imported:
-    """Tensor `name` of the table, made from tensors of a Hugging Face folder: by `make` from the sources as f32, or the one source."""
+    """Tensor `name` of the table, made from tensors of a Hugging Face folder: by `make` from the sources as f32, or the one source.
+
+    Sources of dtype U8 are handed to `make` as they are.
+    """
 
     name: str
     sources: tuple[str, ...]
@@ -118,7 +121,8 @@ class HuggingFace:
     """How a Hugging Face folder becomes what a GGUF file of the family holds.
 
     `metadata`: config.json -> metadata keys with `general.architecture`, tokenizer apart. `tensors`: config.json -> every tensor
-    of the table that the folder can give. `ignored`: patterns (re.fullmatch) of tensors that carry nothing.
+    of the table that the folder can give; one whose sources are all absent is left out. `ignored`: patterns (re.fullmatch) of tensors that
+    carry nothing. The family's `config` may look at shapes of tensors that are taken as they are; those that are made get the table's.
     """
 
     model_types: tuple[str, ...]
@@ -131,7 +135,8 @@ class HuggingFace:
 class Family:
     """One architecture. `refused` names tensors that mean a feature we lack, with the feature's name.
 
-    Without `huggingface` only GGUF files hold it.
+    Without `huggingface` only GGUF files hold it. The rest is for `quaff models`: what a layer may be, and the implementation whose float32
+    logits of a tiny model (tests/goldens/families) ours agree with to `tolerance` times their range.
     """
 
     name: str
@@ -143,6 +148,9 @@ class Family:
     head: Callable[[Builder, ModelConfig, Weights], None]
     refused: Mapping[str, str]
     huggingface: HuggingFace | None = None
+    layer_kinds: tuple[str, ...] = ("attention",)
+    oracle: str = "transformers"
+    tolerance: float = 1e-4
 
     def check(self, config: ModelConfig, tensors: Tensors) -> None:
         """Compare the checkpoint with the table, both ways. ConfigError names the tensor that is missing, unexpected or misshapen."""

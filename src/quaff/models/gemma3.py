@@ -3,13 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 from quaff.config import AttentionConfig, LayerConfig, ModelConfig, RopeConfig
 from quaff.models import llama
-from quaff.models.family import Builder, Family, Tensors, TensorSpec, Weights, decoder_table, vocab_size
+from quaff.models.family import Builder, Family, HuggingFace, Tensors, TensorSpec, Weights, decoder_table, vocab_size
+from quaff.models.imported import (
+    DECODER,
+    IGNORED,
+    decoder_metadata,
+    decoder_tensors,
+    expect,
+    heads_of,
+    rope_metadata,
+    rope_parameters,
+)
 from quaff.models.metadata import MetadataReader, head_dim, model_name
 
 PATTERN = 6
@@ -84,6 +95,45 @@ def ffn(g: Builder, c: ModelConfig, layer: LayerConfig, w: Weights) -> None:
     g.residual += g.rms_norm(g.linear(g.geglu(gate, up), w.ffn_down), w.post_ffw_norm, c.eps)
 
 
+ROLES = DECODER | {
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "post_attention_norm": "post_attention_layernorm",
+    "ffn_norm": "pre_feedforward_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}
+
+
+def imported_metadata(config: Mapping[str, Any]) -> dict[str, Any]:
+    heads, _, size = heads_of(config)
+    layers = config["num_hidden_layers"]
+    expect(config, "query_pre_attn_scalar", (config["hidden_size"] // heads if layers == LAYERS_27B else size,), "this attention scale")
+    expect(config, "attn_logit_softcapping", (), "attention soft capping in gemma3")
+    expect(config, "final_logit_softcapping", (), "soft capping of logits")
+    expect(config, "sliding_window_pattern", (PATTERN,), "a sliding window pattern other than 6")
+    expect(config, "use_bidirectional_attention", (False,), "attention without a causal mask")
+    types = ["full_attention" if (i + 1) % PATTERN == 0 else "sliding_attention" for i in range(layers)]
+    expect(config, "layer_types", (types,), "a sliding window pattern other than 6")
+    sliding = rope_parameters(config, "sliding_attention")
+    if "rope_parameters" not in config:
+        sliding = {"rope_type": "default", "rope_theta": config.get("rope_local_base_freq", 10000.0)}
+    expect(sliding, "rope_type", ("default",), "rope scaling of sliding layers in gemma3")
+    keys = rope_metadata(rope_parameters(config, "full_attention", 1e6)) | {
+        "rope.freq_base_swa": float(sliding["rope_theta"]),
+        "attention.sliding_window": config["sliding_window"],
+    }
+    return decoder_metadata(config, "gemma3", ("gelu_pytorch_tanh",)) | {f"gemma3.{key}": value for key, value in keys.items()}
+
+
 FAMILY = Family(
-    "gemma3", config, table, llama.embed, mixer, ffn, llama.head, refused={"rope_freqs.weight": "rope scaling by frequency factors"}
+    "gemma3",
+    config,
+    table,
+    llama.embed,
+    mixer,
+    ffn,
+    llama.head,
+    refused={"rope_freqs.weight": "rope scaling by frequency factors"},
+    huggingface=HuggingFace(("gemma3_text",), imported_metadata, partial(decoder_tensors, roles=ROLES, one_plus_norms=True), IGNORED),
+    layer_kinds=("sliding attention", "attention"),
 )

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 from quaff.config import AttentionConfig, LayerConfig, ModelConfig, RopeConfig
-from quaff.models.family import Builder, Family, Tensors, TensorSpec, Weights, decoder_table, vocab_size
+from quaff.models.family import Builder, Family, HuggingFace, Tensors, TensorSpec, Weights, decoder_table, vocab_size
+from quaff.models.imported import IGNORED, decoder_metadata, decoder_tensors, rope_metadata, rope_parameters
 from quaff.models.metadata import MetadataReader, head_dim, model_name
 
 # Biases of the attention's projections, by whether a file must have them: few Llama files do.
@@ -79,6 +81,19 @@ def head(g: Builder, c: ModelConfig, w: Weights) -> None:
     g.logits(h, w.output if "output" in w else w.token_embd)
 
 
+def imported_metadata(config: Mapping[str, Any], architecture: str = "llama") -> dict[str, Any]:
+    rope = rope_metadata(rope_parameters(config))
+    return decoder_metadata(config, architecture) | {f"{architecture}.{key}": value for key, value in rope.items()}
+
+
 FAMILY = Family(
-    "llama", config, table, embed, mixer, ffn, head, refused={"rope_freqs.weight": "rope scaling by frequency factors (llama3)"}
+    "llama",
+    config,
+    table,
+    embed,
+    mixer,
+    ffn,
+    head,
+    refused={"rope_freqs.weight": "rope scaling by frequency factors (llama3)"},
+    huggingface=HuggingFace(("llama",), imported_metadata, partial(decoder_tensors, interleaved=True), IGNORED),
 )

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 from quaff.errors import CheckpointError, PromptError, UnsupportedError, quote
 from quaff.tokenizer.byte_level import ByteLevelEncoder, byte_characters
 from quaff.tokenizer.chat_template import ChatTemplate
+from quaff.tokenizer.huggingface import JSON_KEY, JsonEncoder
 from quaff.tokenizer.pretokenizers import pre_tokenizer
 from quaff.tokenizer.sentencepiece import SPACE, ScoreEncoder
 from quaff.tokenizer.unique import UniqueTokens
@@ -22,10 +23,13 @@ class _Encoder(Protocol):
 class Tokenizer:
     """Token ids equal to those of llama.cpp (`llama_tokenize`) for the same file, text and flags.
 
-    Byte-level BPE (`tokenizer.ggml.model` = gpt2) and SentencePiece (= llama) vocabularies. Make one with `from_metadata`.
+    Byte-level BPE (`tokenizer.ggml.model` = gpt2) and SentencePiece (= llama) vocabularies. Make one with `from_metadata`. Where the
+    metadata hold a tokenizer.json instead of the rules for cutting and merging, ids are those of the `tokenizers` library.
     """
 
-    def __init__(self, vocabulary: Vocabulary, encoder: _Encoder, byte_level: bool, space_prefix: bool, template: str | None) -> None:
+    def __init__(
+        self, vocabulary: Vocabulary, encoder: _Encoder | JsonEncoder, byte_level: bool, space_prefix: bool, template: str | None
+    ) -> None:
         self.vocabulary = vocabulary
         self.chat_template: ChatTemplate | None = None if template is None else ChatTemplate(template, self._special_texts())
         self._encoder = encoder
@@ -47,21 +51,26 @@ class Tokenizer:
         model = metadata.get("tokenizer.ggml.model")
         if model is None:
             raise CheckpointError("tokenizer.ggml.model is missing: the file holds no tokenizer")
-        encoder: _Encoder
-        if model == "gpt2":
+        encoder: _Encoder | JsonEncoder
+        json_text = _read_text(metadata, JSON_KEY)
+        if model not in ("gpt2", "llama"):
+            raise UnsupportedError(f"tokenizer.ggml.model is {quote(str(model))}; supported: gpt2 (byte-level BPE), llama (SentencePiece)")
+        if json_text is not None and "tokenizer.ggml.pre" not in metadata and "tokenizer.ggml.scores" not in metadata:
+            vocabulary = read_vocabulary(metadata, defaults={}, add_bos=False)
+            encoder = JsonEncoder(json_text)
+            space_prefix = read_flag(metadata, "tokenizer.ggml.add_space_prefix", False)
+        elif model == "gpt2":
             rule = pre_tokenizer(_read_text(metadata, "tokenizer.ggml.pre") or "default")
             vocabulary = read_vocabulary(metadata, defaults={}, add_bos=rule.add_bos)
             encoder = ByteLevelEncoder(vocabulary, read_merges(metadata, vocabulary.ids), rule)
             space_prefix = False
-        elif model == "llama":
+        else:
             vocabulary = read_vocabulary(metadata, defaults={"unknown": 0, "bos": 1, "eos": 2}, add_bos=True)
             for token, kind in enumerate(vocabulary.kinds):
                 if kind == TokenKind.BYTE:
                     _byte_value(vocabulary.tokens[token], token)
             space_prefix = read_flag(metadata, "tokenizer.ggml.add_space_prefix", True)
             encoder = ScoreEncoder(vocabulary, read_scores(metadata, len(vocabulary)), space_prefix)
-        else:
-            raise UnsupportedError(f"tokenizer.ggml.model is {quote(str(model))}; supported: gpt2 (byte-level BPE), llama (SentencePiece)")
         return cls(vocabulary, encoder, model == "gpt2", space_prefix, _read_text(metadata, "tokenizer.chat_template"))
 
     def _special_texts(self) -> dict[str, str]:
@@ -101,19 +110,19 @@ class Tokenizer:
             raise PromptError(f"the text is not valid Unicode: a lone surrogate at character {error.start}") from None
         vocabulary = self.vocabulary
         ids: list[int] = [vocabulary.bos_id] if add_special and vocabulary.add_bos and vocabulary.bos_id is not None else []
-        after_special = True
-        for piece in (self._all_unique if parse_special else self._user_defined).split(text):
-            after_special = self._append(ids, piece, after_special)
+        if isinstance(self._encoder, JsonEncoder):
+            ids += self._encoder.encode(text, parse_special)
+        else:
+            after_special = True
+            for piece in (self._all_unique if parse_special else self._user_defined).split(text):
+                if isinstance(piece, int):
+                    ids.append(piece)
+                else:
+                    ids += self._encoder.encode(piece, after_special)
+                after_special = isinstance(piece, int)
         if add_special and vocabulary.add_eos and vocabulary.eos_id is not None:
             ids.append(vocabulary.eos_id)
         return ids
-
-    def _append(self, ids: list[int], piece: str | int, after_special: bool) -> bool:
-        if isinstance(piece, int):
-            ids.append(piece)
-            return True
-        ids += self._encoder.encode(piece, after_special)
-        return False
 
     def encode_chat(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True, **variables: Any) -> list[int]:
         """Token ids of a conversation through the chat template, with exactly one BOS where the model wants one and never an EOS.

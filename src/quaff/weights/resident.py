@@ -43,6 +43,7 @@ class ResidentWeights:
         what = f"weight {quote(view.name)}"
         self._accountant.take(view.nbytes, what)
         self.loaded_bytes += view.nbytes
+        self._accountant.take(view.scratch_bytes, f"reading {what}")
         try:
             if len(view.shape) == 1:
                 values = np.array(view.data.view(np.float32))
@@ -55,6 +56,8 @@ class ResidentWeights:
             raise CheckpointError(f"tensor {quote(view.name)}: {error}") from None
         except MemoryError:
             raise MemoryBudgetError(f"the system has no memory left for {what}; use a smaller model") from None
+        finally:
+            self._accountant.give(view.scratch_bytes)
         self._accountant.take(max(0, weight.nbytes - view.nbytes), what)
         self._accountant.give(max(0, view.nbytes - weight.nbytes))
         self.loaded_bytes += weight.nbytes - view.nbytes

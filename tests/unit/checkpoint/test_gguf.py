@@ -260,13 +260,64 @@ def test_files_that_are_not_models(tmp_path: Path, kind: str, said: str) -> None
         open_checkpoint(write(tmp_path / "m.gguf", lambda w: w.add_string("general.type", kind)))
 
 
-def test_split_file_is_named(tmp_path: Path) -> None:
-    def fill(w: GGUFWriter) -> None:
-        w.add_uint16("split.no", 1)
-        w.add_uint16("split.count", 3)
+def split(folder: Path, tensors: int = 5, each: int = 2) -> list[Path]:
+    """A model in parts, cut by the `gguf` package."""
+    writer = GGUFWriter(folder / "m.gguf", "llama", split_max_tensors=each)
+    for i in range(tensors):
+        writer.add_tensor(f"t{i}.weight", np.full(32, i, dtype=np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return sorted(folder.glob("*.gguf"))
 
-    with pytest.raises(UnsupportedError, match="part 2 of 3 of a split model"):
-        open_checkpoint(write(tmp_path / "m.gguf", fill))
+
+def test_split_model(tmp_path: Path) -> None:
+    parts = split(tmp_path)
+    assert [p.name for p in parts] == [f"m-0000{i}-of-00003.gguf" for i in (1, 2, 3)]
+    with open_checkpoint(parts[0]) as ours:
+        assert {name: view.data.view(np.float32).tolist() for name, view in ours.tensors.items()} == {
+            f"t{i}.weight": [i] * 32 for i in range(5)
+        }
+        assert ours.file_bytes == sum(p.stat().st_size for p in parts)
+
+
+def test_parts_that_do_not_fit_are_named(tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    (tmp_path / "b").mkdir()
+    parts, others = split(tmp_path / "a"), split(tmp_path / "b", tensors=6)
+    with pytest.raises(
+        CheckpointError, match=r"00002-of-00003\.gguf: is part 2 of 3 of a split model; open the first, 'm-00001-of-00003\.gguf'"
+    ):
+        open_checkpoint(parts[1])
+    with pytest.raises(CheckpointError, match=r"is part 3 of 3 .*; open the first$"):
+        open_checkpoint(parts[2].rename(tmp_path / "a" / "renamed.gguf"))
+    with pytest.raises(CheckpointError, match=r"m-00001-of-00003\.gguf: part 3 of 3 is missing: 'm-00003-of-00003\.gguf'"):
+        open_checkpoint(parts[0])
+    parts[2].write_bytes(parts[1].read_bytes())
+    with pytest.raises(CheckpointError, match=r"00003-of-00003\.gguf: is part 2 of 3 .* its name says part 3 of 3: parts are mixed up"):
+        open_checkpoint(parts[0])
+    parts[2].write_bytes(others[2].read_bytes())
+    with pytest.raises(CheckpointError, match="the parts hold 6 tensors, but '5' are stated"):
+        open_checkpoint(parts[0])
+    with pytest.raises(CheckpointError, match=r"its name has to end with -00001-of-00003\.gguf"):
+        open_checkpoint(parts[0].rename(tmp_path / "a" / "first.gguf"))
+
+
+def test_a_tensor_in_two_parts_is_named(tmp_path: Path) -> None:
+    def part(number: int) -> None:
+        writer = GGUFWriter(tmp_path / f"m-0000{number + 1}-of-00002.gguf", "llama")
+        writer.add_uint16("split.no", number)
+        writer.add_uint16("split.count", 2)
+        writer.add_tensor("a.weight", np.ones(32, np.float32))
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+        writer.close()
+
+    part(0), part(1)
+    with pytest.raises(CheckpointError, match=r"00002-of-00002\.gguf: tensor 'a\.weight' is in another part already"):
+        open_checkpoint(tmp_path / "m-00001-of-00002.gguf")
 
 
 def test_a_file_that_shrinks_while_it_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
