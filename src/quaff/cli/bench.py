@@ -10,7 +10,7 @@ import typer
 
 from quaff.cli.console import Bar
 from quaff.cli.options import MOST_COUNTED, MOST_THREADS, Chunk, Json, Model, OutputName, Quantize, ScheduleName
-from quaff.errors import quote
+from quaff.errors import ConfigError, quote
 
 T = TypeVar("T")
 
@@ -63,6 +63,8 @@ def bench(
     plan_threads = numbers("-t", threads, least=1, most=MOST_THREADS) if threads is not None else (_native.default_threads(),)
     schedules = listed(schedule, schedule_name)
     if ledger is not None:
+        if Path(model).is_dir():
+            raise ConfigError("the ledger keeps figures of model files; write the folder as one first: quaff convert")
         lines.read(ledger)  # A damaged file is reported before minutes are spent.
     with Bar() as bar, load(model, quantize=quantize, threads=max(plan_threads), chunk=chunk, progress=bar.step) as llm:
         if depth is None:

@@ -88,7 +88,21 @@ _PROBE = (
     "\uc548\ub155\ud558\uc138\uc694 \u0928\u092e\u0938\u094d\u0924\u0947 \u0e2a\u0e27\u0e31\u0e2a\u0e14\u0e35 "
     "\u0645\u0631\u062d\u0628\u0627 \u05e9\u05dc\u05d5\u05dd \U0001f600\U0001f44d\U0001f3fd \u2026 "
     "\u201cq\u201d \u2014 \u20ac9 x\u00b2 \u00a0nbsp\u3000wide <sentinel:12> IMGIMGAAZ \n \n\n   "
+    "x'tisane y'sauce  12  a   345"
 )
+
+
+# Expressions as models spell them whose reading in llama.cpp differs (case and marks outside ASCII): known by their text instead.
+_CONTRACTION = "(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+_CASED = (
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+%s"
+    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*%s"
+    r"|\p{N}%s| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_SPELLED = {
+    (_CASED % (_CONTRACTION, _CONTRACTION, "{1,3}"),): "gpt-4o",
+    (_CASED % ("", "", ""),): "tekken",
+}
 
 
 def gguf_keys(metadata: Mapping[str, Any]) -> dict[str, Any]:
@@ -115,7 +129,13 @@ def gguf_keys(metadata: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def pre_tokenizer_name(text: str, ignore_merges: bool) -> str:
-    """GGUF's name of the rule that cuts words as this tokenizer.json does: found by what both do to a text with a bit of everything."""
+    """GGUF's name of the rule that cuts words as this tokenizer.json does: known by its text, or by what both do to one with a bit of
+    everything."""
+    parts = _parts({"pre_tokenizer": json.loads(text).get("pre_tokenizer")})
+    spelled = [part["pattern"].get("Regex") for part in parts if "pattern" in part]
+    name = _SPELLED.get(tuple(spelled))
+    if name is not None and PRE_TOKENIZERS[name].ignore_merges == ignore_merges:
+        return name
     engine = make_engine(text)
     if engine.pre_tokenizer is not None:
         wanted = [piece for piece, _ in engine.pre_tokenizer.pre_tokenize_str(_PROBE)]
@@ -138,7 +158,9 @@ def _vocabulary(values: Mapping[str, Any], count: int) -> dict[str, Any]:
     kinds: dict[int, TokenKind] = {}
     # A multimodal model's file may name tokens of images, past the rows of this model.
     for token in added:
-        if not count or _token_id(token["id"]) < count:
+        if count and _token_id(token["id"]) >= count:
+            texts.pop(token["id"], None)
+        else:
             texts[token["id"]] = token["content"]
             kinds[token["id"]] = TokenKind.CONTROL if token.get("special") else TokenKind.USER_DEFINED
     if not byte_level:
