@@ -22,6 +22,7 @@ Matrix = NDArray[np.float32]
 
 FLOAT_BOUND = 1e-4
 """Largest error of a logit with float weights, activations and KV state, as a share of the range of all logits."""
+LLAMA_CPP_BOUND = 5e-3
 INT8_BOUND = 0.998
 
 
@@ -75,6 +76,20 @@ def test_float_logits_are_those_of_the_oracle(name: str, root: Path) -> None:
     assert logits(converted(root, name), tokens, **FLOAT).tobytes() == ours.tobytes(), "the converted file differs from its folder"
 
 
+LLAMA_CPP = sorted(path.name.removesuffix(".llama_cpp.npz") for path in GOLDENS.glob("*.llama_cpp.npz"))
+
+
+@pytest.mark.parametrize("name", LLAMA_CPP)
+def test_the_converted_file_means_the_same_to_llama_cpp(name: str, root: Path) -> None:
+    """Its KV state is f16 here and there; llama.cpp rounds more on the way."""
+    golden = np.load(GOLDENS / f"{name}.llama_cpp.npz")
+    assert str(golden["sha256"]) == FAMILIES[name].sha256(), "the tiny model changed: make its golden again"
+    ours = logits(converted(root, name), golden["tokens"].tolist(), activations="float32")
+    span = np.ptp(golden["logits"])
+    assert np.abs(ours[golden["rows"]] - golden["logits"]).max() <= LLAMA_CPP_BOUND * span
+    assert np.abs(np.roll(ours, 1, axis=0)[golden["rows"]] - golden["logits"]).max() > 10 * LLAMA_CPP_BOUND * span, "negative control"
+
+
 @pytest.mark.parametrize("name", FAMILIES)
 def test_int8_stays_close(name: str, root: Path) -> None:
     golden = np.load(GOLDENS / f"{name}.npz")
@@ -101,9 +116,15 @@ def test_every_path_gives_the_same_bits(name: str, root: Path) -> None:
     assert model.read(tokens[::-1]).difference(expected), "negative control"
 
 
-def test_every_family_that_reads_folders_has_a_golden() -> None:
-    covered = {str(case.config["model_type"]) for case in FAMILIES.values()}
+def test_what_quaff_models_claims_has_a_golden() -> None:
+    """Every kind of folder that is read has an entry, and a family names exactly the oracles whose goldens are there."""
+    goldens: dict[str, set[str]] = {}
+    for name, case in FAMILIES.items():
+        found = {"transformers"} if (GOLDENS / f"{name}.npz").exists() else set()
+        found |= {"llama.cpp"} if name in LLAMA_CPP else set()
+        goldens.setdefault(str(case.config["model_type"]), set()).update(found)
     for family in REGISTRY.values():
         if family.huggingface is not None:
-            missing = set(family.huggingface.model_types) - covered
-            assert not missing, f"tests/families/cases.py has no {missing}"
+            kinds = family.huggingface.model_types
+            assert goldens.keys() >= set(kinds), f"tests/families/cases.py has no case of {set(kinds) - goldens.keys()}"
+            assert set(family.oracle.split(", ")) == set.union(*(goldens[kind] for kind in kinds)), family.name

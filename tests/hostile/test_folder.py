@@ -127,7 +127,10 @@ DAMAGES: dict[str, tuple[Callable[[Path], None], str]] = {
     "offsets past the end": (tensor(data_offsets=[1 << 50, (1 << 50) + 384]), "it may be an unfinished download"),
     "offsets of another": (tensor(data_offsets=[0, 384]), "without gaps or overlaps"),
     "three offsets": (tensor(data_offsets=[0, 1, 2]), "expected two byte positions"),
-    "missing tensor": (arrays(lambda a: a.pop("model.layers.2.mlp.up_proj.weight")), "missing tensor blk.2.ffn_up.weight"),
+    "missing tensor": (
+        arrays(lambda a: a.pop("model.layers.2.mlp.up_proj.weight")),
+        "missing tensor 'model.layers.2.mlp.up_proj.weight', which is",
+    ),
     "no embedding": (arrays(lambda a: a.pop("model.embed_tokens.weight")), "missing tensor token_embd.weight"),
     "unexpected tensor": (arrays(lambda a: a.update({"model.extra\n": np.ones(4, np.float32)})), r"unexpected tensor 'model.extra\\n'"),
     "layer too many": (config(num_hidden_layers=2), "unexpected tensor 'model.layers.2"),

@@ -136,4 +136,5 @@ FAMILY = Family(
     refused={"rope_freqs.weight": "rope scaling by frequency factors"},
     huggingface=HuggingFace(("gemma3_text",), imported_metadata, partial(decoder_tensors, roles=ROLES, one_plus_norms=True), IGNORED),
     layer_kinds=("sliding attention", "attention"),
+    oracle="transformers, llama.cpp",
 )

@@ -113,14 +113,20 @@ def _translated(config: _Config, family: Family, stored: TensorFolder, matrices:
     items = _matched(wanted, stored.tensors, ignored, family.name)
     shapes = {item.name: (stored.tensors[item.sources[0]].shape if item.make is None else (), F32_TYPE) for item in items}
     # Shapes of tensors that are made come from the family's table; it needs those that are taken as they are.
-    table = {spec.name: spec.shape for spec in family.table(family.config(metadata, shapes))}
-    views = {}
+    model = family.config(metadata, shapes)
+    table = {spec.name: spec.shape for spec in family.table(model)}
+    views: dict[str, TensorView] = {}
     for item in items:
         sources = [stored.tensors[name] for name in item.sources]
         shape = sources[0].shape if item.make is None else table.get(item.name)
         if shape is None:
             raise CheckpointError(f"unexpected tensor {quote(item.sources[0])} in a {family.name} model")
         views[item.name] = _view(item, shape, sources, matrices)
+    for spec in family.table(model):
+        if spec.name not in views and not spec.optional:
+            source = next((quote(item.sources[0]) for item in wanted if item.name == spec.name), "its source")
+            raise CheckpointError(f"missing tensor {source}, which is {spec.name} of a {family.name} model")
+    family.check(model, {name: (view.shape, view.ggml_type) for name, view in views.items()})
     return metadata, views
 
 

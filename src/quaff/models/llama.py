@@ -96,4 +96,5 @@ FAMILY = Family(
     head,
     refused={"rope_freqs.weight": "rope scaling by frequency factors (llama3)"},
     huggingface=HuggingFace(("llama",), imported_metadata, partial(decoder_tensors, interleaved=True), IGNORED),
+    oracle="transformers, llama.cpp",
 )

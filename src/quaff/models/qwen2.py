@@ -31,4 +31,5 @@ FAMILY = replace(
     config=config,
     table=table,
     huggingface=HuggingFace(("qwen2",), imported_metadata, decoder_tensors, IGNORED),
+    oracle="transformers, llama.cpp",
 )
