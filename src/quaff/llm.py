@@ -307,7 +307,7 @@ def load(
     kv_dtype: KVDtype = "float16",
     progress: LoadProgress | None = None,
 ) -> LLM:
-    """Load a model by path (a GGUF file or a Hugging Face folder), alias or hf:owner/repo/file, and pack its weights.
+    """Load a model by path (a GGUF file or a Hugging Face folder), alias, hf:owner/repo or hf:owner/repo/file, and pack its weights.
 
     `threads` None: physical cores this process may use. `chunk` rows are computed together, None: chosen from the machine's measured
     ceilings. `schedule` is the order of the work; neither these nor `fuse` and `isa` (for the whole process) change a bit.

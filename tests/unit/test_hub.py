@@ -264,12 +264,13 @@ def test_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ("name", "said"),
     [
         ("smolm2", r"there is no model 'smolm2' \(did you mean smollm2\?\): a model is one of smollm2, gemma3, the path"),
-        ("nonsense", r"there is no model 'nonsense': a model is one of smollm2, gemma3, the path of a GGUF file, or hf:owner/repo/file"),
+        ("nonsense", r"there is no model 'nonsense': a model is one of smollm2, gemma3, the path of a GGUF file or a folder, or hf:owner"),
         ("", "no model is named"),
         ("a/b.gguf", r"a/b\.gguf: no such file"),
         ("missing.gguf", r"missing\.gguf: no such file"),
         ("hf:", "is not complete"),
-        ("hf:owner/repo", "is not complete: write hf:owner/repo/file"),
+        ("hf:owner", "is not complete: write hf:owner/repo/file"),
+        ("hf:owner/repo/", "is not complete: write hf:owner/repo/file"),
     ],
 )
 def test_names_that_are_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, said: str) -> None:
@@ -353,6 +354,19 @@ def fake_hugging_face(monkeypatch: pytest.MonkeyPatch, answer: Callable[[str, st
 def test_hugging_face(monkeypatch: pytest.MonkeyPatch) -> None:
     fake_hugging_face(monkeypatch, lambda repo, file: f"/kept/{repo}/{file}")
     assert hub.resolve("hf:owner/repo/folder/file.gguf") == Path("/kept/owner/repo/folder/file.gguf")
+
+
+def test_hugging_face_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def snapshot(repo: str, allow_patterns: list[str]) -> str:
+        assert repo == "owner/repo" and "config.json" in allow_patterns and not any("gguf" in p or "bin" in p for p in allow_patterns)
+        return str(tmp_path)
+
+    fake_hugging_face(monkeypatch, lambda repo, file: "")
+    monkeypatch.setattr(sys.modules["huggingface_hub"], "snapshot_download", snapshot, raising=False)
+    with pytest.raises(HubError, match="has no config.json; write hf:owner/repo/file"):
+        hub.resolve("hf:owner/repo")
+    (tmp_path / "config.json").touch()
+    assert hub.resolve("hf:owner/repo") == tmp_path
 
 
 @pytest.mark.parametrize(

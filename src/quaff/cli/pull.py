@@ -11,7 +11,10 @@ from quaff.cli.options import Json
 
 
 def pull(
-    name: Annotated[str, typer.Argument(help="An alias (smollm2, gemma3), hf:owner/repo/file, or a path.", show_default=False)],
+    name: Annotated[
+        str,
+        typer.Argument(help="An alias (smollm2, gemma3), hf:owner/repo/file, hf:owner/repo for a folder, or a path.", show_default=False),
+    ],
     as_json: Json = False,
 ) -> None:
     """Fetch a model, check it, and print where it is."""
