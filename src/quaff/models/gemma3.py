@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from functools import partial
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
 
 from quaff.config import AttentionConfig, LayerConfig, ModelConfig, RopeConfig
 from quaff.models import llama
-from quaff.models.family import Builder, Family, HuggingFace, Tensors, TensorSpec, Weights, decoder_table, vocab_size
+from quaff.models.family import Builder, Family, HuggingFace, Imported, Tensors, TensorSpec, Weights, decoder_table, vocab_size
 from quaff.models.imported import (
     DECODER,
     IGNORED,
@@ -104,7 +103,23 @@ ROLES = DECODER | {
 }
 
 
+# What config.json leaves out where it equals the default of transformers' Gemma3TextConfig.
+DEFAULTS = {
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "max_position_embeddings": 131072,
+    "rms_norm_eps": 1e-6,
+    "sliding_window": 4096,
+}
+
+
+def imported_tensors(config: Mapping[str, Any]) -> Iterator[Imported]:
+    return decoder_tensors({**DEFAULTS, **config}, ROLES, one_plus_norms=True)
+
+
 def imported_metadata(config: Mapping[str, Any]) -> dict[str, Any]:
+    config = {**DEFAULTS, **config}
     heads, _, size = heads_of(config)
     layers = config["num_hidden_layers"]
     expect(config, "query_pre_attn_scalar", (config["hidden_size"] // heads if layers == LAYERS_27B else size,), "this attention scale")
@@ -134,7 +149,7 @@ FAMILY = Family(
     ffn,
     llama.head,
     refused={"rope_freqs.weight": "rope scaling by frequency factors"},
-    huggingface=HuggingFace(("gemma3_text",), imported_metadata, partial(decoder_tensors, roles=ROLES, one_plus_norms=True), IGNORED),
+    huggingface=HuggingFace(("gemma3_text",), imported_metadata, imported_tensors, IGNORED),
     layer_kinds=("sliding attention", "attention"),
     oracle="transformers, llama.cpp",
 )

@@ -29,6 +29,10 @@ FLOATS = {"F32": F32_TYPE, "F16": F16_TYPE, "BF16": BF16_TYPE}
 BLOCK_VALUES = 1 << 20
 # Routers decide by small differences, short convolutions are a few values a channel: both stay F32, as llama.cpp's converter keeps them.
 KEPT_FLOAT = re.compile(r".*\.(ffn_gate_inp|ffn_gate_inp_shexp|ssm_conv1d\w*|shortconv\.conv)\.weight")
+# Parts of multimodal models that see and hear: the language model is read alone.
+OTHER_SENSES = re.compile(
+    r"(model\.)?(vision_tower|vision_model|visual|audio_tower|multi_modal_projector|embed_vision|embed_audio|vision_embedder)\."
+)
 
 
 def open_model(path: str | os.PathLike[str], quantize: Quantize | None = None) -> Checkpoint:
@@ -53,7 +57,7 @@ def open_folder(folder: Path, matrices: str) -> Checkpoint:
     Strict both ways: a tensor that no family's mapping uses or ignores, and one that a mapping needs and the folder lacks, raise.
     """
     with located(folder):
-        config = _Config(read_object(folder / "config.json"))
+        config = _language(read_object(folder / "config.json"))
         family = _family(config)
         with _stored(folder) as stored:
             metadata, views = _translated(config, family, stored, matrices)
@@ -63,11 +67,23 @@ def open_folder(folder: Path, matrices: str) -> Checkpoint:
             return Checkpoint(folder, metadata, views, stored.file_bytes, stored.maps, "safetensors", matrices)
 
 
-class _Config(dict[str, Any]):
-    """config.json; a key that is not there is the file's fault."""
+def _language(config: dict[str, Any]) -> dict[str, Any]:
+    """The configuration of a multimodal model's language model, `text_config`; of any other model, its own."""
+    text = config.get("text_config")
+    if not isinstance(text, dict):
+        return config
+    shared = ("tie_word_embeddings", "bos_token_id", "eos_token_id")
+    return {key: value for key, value in config.items() if key in shared} | text
 
-    def __missing__(self, key: str) -> Any:
-        raise CheckpointError(f"config.json has no {quote(key)}")
+
+def _language_names(tensors: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
+    """The tensors of a language model by the names it has alone; those of other senses are left out."""
+    found: dict[str, StoredTensor] = {}
+    for name, tensor in tensors.items():
+        if not OTHER_SENSES.match(name):
+            inner = re.sub(r"^(?:model\.language_model|language_model\.model)\.", "model.", name)
+            found[inner.removeprefix("language_model.")] = tensor
+    return found
 
 
 class _stored:
@@ -96,7 +112,9 @@ def _family(config: Mapping[str, Any]) -> Family:
     return known[model_type]
 
 
-def _translated(config: _Config, family: Family, stored: TensorFolder, matrices: str) -> tuple[dict[str, Any], dict[str, TensorView]]:
+def _translated(
+    config: Mapping[str, Any], family: Family, stored: TensorFolder, matrices: str
+) -> tuple[dict[str, Any], dict[str, TensorView]]:
     """Metadata and tensors, without the tokenizer."""
     mapping = family.huggingface
     assert mapping is not None
@@ -104,20 +122,23 @@ def _translated(config: _Config, family: Family, stored: TensorFolder, matrices:
         metadata = {key: _value(value) for key, value in mapping.metadata(config).items()}
         MetadataReader(metadata, family.name).layers()  # bounds what is listed next
         wanted = list(mapping.tensors(config))
-    except (TypeError, ValueError, KeyError, AttributeError, ArithmeticError) as error:
+    except KeyError as error:
+        raise CheckpointError(f"config.json has no {quote(str(error.args[0]))}") from None
+    except (TypeError, ValueError, AttributeError, ArithmeticError) as error:
         raise CheckpointError(f"config.json holds a value of the wrong kind: {error}") from None
     ignored = list(mapping.ignored)
     if config.get("tie_word_embeddings") is True:
         ignored.append(r"lm_head\.weight")
         wanted = [item for item in wanted if item.sources != ("lm_head.weight",)]
-    items = _matched(wanted, stored.tensors, ignored, family.name)
-    shapes = {item.name: (stored.tensors[item.sources[0]].shape if item.make is None else (), F32_TYPE) for item in items}
+    tensors = _language_names(stored.tensors)
+    items = _matched(wanted, tensors, ignored, family.name)
+    shapes = {item.name: (tensors[item.sources[0]].shape if item.make is None else (), F32_TYPE) for item in items}
     # Shapes of tensors that are made come from the family's table; it needs those that are taken as they are.
     model = family.config(metadata, shapes)
     table = {spec.name: spec.shape for spec in family.table(model)}
     views: dict[str, TensorView] = {}
     for item in items:
-        sources = [stored.tensors[name] for name in item.sources]
+        sources = [tensors[name] for name in item.sources]
         shape = sources[0].shape if item.make is None else table.get(item.name)
         if shape is None:
             raise CheckpointError(f"unexpected tensor {quote(item.sources[0])} in a {family.name} model")

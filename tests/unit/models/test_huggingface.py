@@ -14,7 +14,7 @@ import pytest
 import tokenizers
 from numpy.typing import NDArray
 from safetensors.numpy import save_file
-from tests.families.cases import FAMILIES, LLAMA, LLAMA_MQA, decoder, settings
+from tests.families.cases import ATTENTION, FAMILIES, GATED, GEMMA_NORMS, LLAMA, LLAMA_MQA, decoder, settings
 from tests.families.tinyhf import TinyHF
 from tests.tiny import CASES, CHAT_TEMPLATE
 
@@ -78,6 +78,7 @@ def test_a_width_that_does_not_fit_stays_as_it_is_stored(tmp_path: Path) -> None
         assert types["output_norm.weight"] == "F32"
 
 
+GEMMA_LAYER = ATTENTION | GATED | GEMMA_NORMS
 LAYER = {
     "self_attn.q_proj": "qd",
     "self_attn.k_proj": "kd",
@@ -149,6 +150,39 @@ def test_ignored_tensors(llama: Path) -> None:
     arrays = {**FAMILIES["llama"].arrays(), "model.layers.0.self_attn.rotary_emb.inv_freq": np.ones(8, np.float32)}
     save_file(arrays, llama / "model.safetensors")
     open_model(llama).close()
+
+
+@pytest.mark.parametrize("prefix", ["model.language_model.", "language_model.model."])
+def test_the_language_model_of_a_multimodal_one(prefix: str, tmp_path: Path) -> None:
+    case = FAMILIES["gemma3"]
+    whole, alone = case.write(tmp_path / "whole"), case.write(tmp_path / "alone")
+    outer = {"model_type": "gemma3", "vision_config": {"hidden_size": 3}, "text_config": dict(case.config), "eos_token_id": [2, 7]}
+    (whole / "config.json").write_text(json.dumps(outer))
+    arrays = {name.replace("model.", prefix, 1): a for name, a in case.arrays().items()}
+    senses = ("vision_tower.patch.weight", "model.visual.norm.bias", "multi_modal_projector.w")
+    save_file(arrays | {name: np.ones(3, np.float32) for name in senses}, whole / "model.safetensors")
+    with open_model(whole) as ours, open_model(alone) as expected:
+        assert {n: v.data.tobytes() for n, v in ours.tensors.items()} == {n: v.data.tobytes() for n, v in expected.tensors.items()}
+        numbers = {k: v for k, v in expected.metadata.items() if k.startswith("gemma3.")}
+        assert numbers == {k: v for k, v in ours.metadata.items() if k.startswith("gemma3.")}
+        assert {2, 7} <= Tokenizer.from_metadata(ours.metadata).end_ids
+    save_file(arrays | {"model.taste.weight": np.ones(3, np.float32)}, whole / "model.safetensors")
+    with pytest.raises(CheckpointError, match="unexpected tensor 'model.taste.weight'"):
+        open_model(whole)
+
+
+def test_gemma3_leaves_out_what_is_usual(tmp_path: Path) -> None:
+    usual = {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256, "rms_norm_eps": 1e-6, "query_pre_attn_scalar": 256}
+    said = settings(
+        "gemma3_text", "Gemma3ForCausalLM", **usual, hidden_act=None, num_hidden_layers=1, sliding_window=4096, layer_types=None
+    )
+    brief = {key: value for key, value in said.items() if key not in usual and key != "sliding_window"}
+    found = []
+    for i, config in enumerate((said, brief)):
+        case = TinyHF(config, decoder(said, GEMMA_LAYER))
+        with open_model(case.write(tmp_path / str(i))) as checkpoint:
+            found.append({k: v for k, v in checkpoint.metadata.items() if k.startswith("gemma3.")})
+    assert found[0] == found[1]
 
 
 def test_old_and_new_rope_settings_say_the_same(tmp_path: Path) -> None:
