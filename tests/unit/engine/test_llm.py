@@ -671,6 +671,25 @@ def test_a_callback_cannot_run_a_step_inside_a_step(llm: LLM) -> None:
     assert llm.engine.cache.sequences == 0
 
 
+def test_unrounded_keys_and_values(path: Path) -> None:
+    """Twice the bytes, other bits, and the same bits in every order; a state is continued and hashed like any other."""
+    tokens = prompt(300, 150)
+    with quaff.load(path, threads=1, chunk=64) as rounded:
+        usual = rounded.prefill(tokens)
+    with quaff.load(path, threads=2, chunk=64, kv_dtype="float32") as llm:
+        assert llm.describe()["kv_dtype"] == "float32"
+        whole = llm.prefill(tokens)
+        assert whole.counters.kv_bytes_written == 2 * usual.counters.kv_bytes_written
+        assert whole.kv_sha256 != usual.kv_sha256
+        part = llm.prefill(tokens[:70])
+        rest = llm.prefill(tokens, state=part.state)
+        llm.configure(schedule="token", chunk=1)
+        by_token = llm.prefill(tokens)
+        assert whole.kv_sha256 == rest.kv_sha256 == by_token.kv_sha256
+        assert whole.logits is not None and rest.logits is not None and by_token.logits is not None
+        assert whole.logits.tobytes() == rest.logits.tobytes() == by_token.logits.tobytes()
+
+
 def test_profile_times_every_op_that_ran(path: Path) -> None:
     with quaff.load(path, threads=1, chunk=64) as llm:
         runner = llm.engine.runner

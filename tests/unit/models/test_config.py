@@ -27,6 +27,7 @@ MODEL = ModelConfig("llama", "tiny", 64, 96, 300, 4096, 1e-5, (FULL, SLIDING))
         ({"memory_limit_bytes": 0}, "memory_limit_bytes is 0"),
         ({"schedule": "diagonal"}, "schedule is 'diagonal'; expected token, chunk or layer"),
         ({"activations": "int4"}, "activations is 'int4'; expected int8 or float32"),
+        ({"kv_dtype": "float64"}, "kv_dtype is 'float64'; expected float16 or float32"),
     ],
 )
 def test_engine_options(change: dict[str, Any], match: str) -> None:
