@@ -61,10 +61,15 @@ def open_folder(folder: Path, matrices: str) -> Checkpoint:
         family = _family(config)
         with _stored(folder) as stored:
             metadata, views = _translated(config, family, stored, matrices)
-            metadata["general.name"] = folder.resolve().name
+            metadata["general.name"] = _name(folder.resolve())
             tokens = views["token_embd.weight"].shape[0] if "token_embd.weight" in views else 0
             metadata |= _tokenizer(folder, config, tokens)
             return Checkpoint(folder, metadata, views, stored.file_bytes, stored.maps, "safetensors", matrices)
+
+
+def _name(folder: Path) -> str:
+    """The folder's name; in the cache of huggingface_hub (models--owner--name/snapshots/commit) the repository's."""
+    return folder.parents[1].name.rpartition("--")[2] if folder.parent.name == "snapshots" else folder.name
 
 
 def _language(config: dict[str, Any]) -> dict[str, Any]:

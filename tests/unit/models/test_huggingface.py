@@ -139,6 +139,14 @@ def test_what_reading_takes_is_asked_for(llama: Path) -> None:
             ResidentWeights(checkpoint, 1, Accountant(most))
 
 
+def test_a_folder_in_the_hubs_cache_is_called_as_its_repository(tmp_path: Path) -> None:
+    folder = FAMILIES["llama"].write(tmp_path / "models--some--Tiny-1B" / "snapshots" / "0123abcd")
+    with open_model(folder) as checkpoint:
+        assert checkpoint.metadata["general.name"] == "Tiny-1B"
+    with open_model(FAMILIES["llama"].write(tmp_path / "plain")) as checkpoint:
+        assert checkpoint.metadata["general.name"] == "plain"
+
+
 def test_a_tied_head_is_the_embedding_though_one_is_stored(tmp_path: Path) -> None:
     tied = {**LLAMA, "tie_word_embeddings": True}
     case = TinyHF(tied, FAMILIES["llama"].weights)
