@@ -105,8 +105,8 @@ class Layer:
         out = np.zeros((batch, self.rows), np.float32)
         tokens = rows % min(DISTINCT, self.rows)
         result = self.runtime.step(
-            self.model, [], [], tokens, rows, np.zeros(batch, np.int32), [], [], stages, np.arange(copies + 2, dtype=np.int32), ranges, rows,
-            out, _native.Control(), profile=True,
+            self.model, [], [], tokens, rows, np.zeros(batch, np.int32), [], [], stages, np.arange(copies + 2, dtype=np.int32), ranges,
+            rows, out, _native.Control(), profile=True,
         )  # fmt: skip
         if result.cells_done != copies + 1 or result.poisoned.any():
             raise RuntimeError("the step did not finish")
