@@ -72,9 +72,94 @@ GEMMA3 = settings(
 )
 GEMMA_NORMS = NORMS | {"pre_feedforward_layernorm": "d", "post_feedforward_layernorm": "d"} | QK_NORMS
 
+
+def layers_of(config: Mapping[str, Any], modules: Mapping[str, str], mixers: Mapping[str, Shapes]) -> Shapes:
+    """`decoder` whose layers have mixers of their own by layer type: names after `model.layers.N.` and shapes."""
+    shapes = decoder(config, modules)
+    for i, kind in enumerate(config["layer_types"]):
+        shapes |= {f"model.layers.{i}.{name}": shape for name, shape in mixers[kind].items()}
+    return shapes
+
+
+LFM2 = settings(
+    "lfm2",
+    "Lfm2ForCausalLM",
+    num_hidden_layers=5,
+    rms_norm_eps=None,
+    norm_eps=1e-5,
+    block_auto_adjust_ff_dim=False,
+    conv_L_cache=3,
+    conv_bias=False,
+    rope_theta=1e6,
+    layer_types=["conv", "full_attention", "conv", "full_attention", "conv"],
+    tie_word_embeddings=True,
+)
+LFM2_MODULES = {"operator_norm": "d", "ffn_norm": "d", "feed_forward.w1": "fd", "feed_forward.w3": "fd", "feed_forward.w2": "df"}
+LFM2_CONV: Shapes = {"conv.in_proj.weight": (288, 96), "conv.conv.weight": (96, 1, 3), "conv.out_proj.weight": (96, 96)}
+LFM2_ATTENTION: Shapes = {
+    "self_attn.q_proj.weight": (96, 96),
+    "self_attn.k_proj.weight": (32, 96),
+    "self_attn.v_proj.weight": (32, 96),
+    "self_attn.out_proj.weight": (96, 96),
+    "self_attn.q_layernorm.weight": (16,),
+    "self_attn.k_layernorm.weight": (16,),
+}
+LFM2_SHAPES = layers_of(LFM2, LFM2_MODULES, {"conv": LFM2_CONV, "full_attention": LFM2_ATTENTION})
+LFM2_SHAPES["model.embedding_norm.weight"] = LFM2_SHAPES.pop("model.norm.weight")
+
+# Three value heads to each of two key heads; a quarter of a head turns.
+QWEN35 = settings(
+    "qwen3_5_text",
+    "Qwen3_5ForCausalLM",
+    num_hidden_layers=4,
+    num_attention_heads=3,
+    num_key_value_heads=1,
+    head_dim=32,
+    full_attention_interval=2,
+    layer_types=["linear_attention", "full_attention"] * 2,
+    linear_conv_kernel_dim=4,
+    linear_key_head_dim=32,
+    linear_value_head_dim=32,
+    linear_num_key_heads=2,
+    linear_num_value_heads=6,
+    rms_norm_eps=1e-6,
+    rope_theta=None,
+    rope_parameters={"rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25, "mrope_section": [2, 1, 1]},
+)
+QWEN35_DELTA: Shapes = {
+    "linear_attn.in_proj_qkv.weight": (320, 96),
+    "linear_attn.in_proj_z.weight": (192, 96),
+    "linear_attn.in_proj_a.weight": (6, 96),
+    "linear_attn.in_proj_b.weight": (6, 96),
+    "linear_attn.conv1d.weight": (320, 1, 4),
+    "linear_attn.A_log": (6,),
+    "linear_attn.dt_bias": (6,),
+    "linear_attn.norm.weight": (32,),
+    "linear_attn.out_proj.weight": (96, 192),
+}
+QWEN35_ATTENTION: Shapes = {
+    "self_attn.q_proj.weight": (192, 96),
+    "self_attn.k_proj.weight": (32, 96),
+    "self_attn.v_proj.weight": (32, 96),
+    "self_attn.o_proj.weight": (96, 96),
+    "self_attn.q_norm.weight": (32,),
+    "self_attn.k_norm.weight": (32,),
+}
+QWEN35_SHAPES = layers_of(QWEN35, GATED | NORMS, {"linear_attention": QWEN35_DELTA, "full_attention": QWEN35_ATTENTION})
+# Norms multiply by 1 + w but for that of the delta rule.
+# What a delta rule gives is brought to one length, however short it is: a residual of that size keeps its int8 errors small.
+QWEN35_VALUES = {
+    r".*embed_tokens.*": (0.0, 1.0),
+    r"(?!.*linear_attn).*norm\.weight": (0.0, 0.2),
+    r".*dt_bias": (0.0, 1.0),
+    r".*A_log": (0.0, 1.0),
+}
+
 FAMILIES: dict[str, TinyHF] = {
     "llama": TinyHF(LLAMA, decoder(LLAMA, ATTENTION | GATED | NORMS)),
     "llama-mqa": TinyHF(LLAMA_MQA, decoder(LLAMA_MQA, ATTENTION | GATED | NORMS), seed=1),
     "qwen2": TinyHF(QWEN2, decoder(QWEN2, ATTENTION | GATED | NORMS, biased=tuple(ATTENTION)[:3]), seed=2),
     "gemma3": TinyHF(GEMMA3, decoder(GEMMA3, ATTENTION | GATED | GEMMA_NORMS), {".*norm.weight": (0.0, 0.2)}, seed=3),
+    "lfm2": TinyHF(LFM2, LFM2_SHAPES, {".*embed_tokens.*": (0.0, 0.4)}, seed=20),
+    "qwen35": TinyHF(QWEN35, QWEN35_SHAPES, QWEN35_VALUES, seed=21),
 }

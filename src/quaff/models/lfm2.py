@@ -10,7 +10,8 @@ import numpy as np
 from quaff.config import AttentionConfig, LayerConfig, ModelConfig, RopeConfig
 from quaff.errors import ConfigError
 from quaff.models import llama
-from quaff.models.family import Builder, Family, Tensors, TensorSpec, Weights, vocab_size
+from quaff.models.family import Builder, Family, HuggingFace, Imported, Tensors, TensorSpec, Weights, vocab_size
+from quaff.models.imported import Array, decoder_metadata, decoder_tensors, expect, rope_metadata, rope_parameters
 from quaff.models.metadata import MetadataReader, head_dim, model_name
 
 
@@ -48,35 +49,23 @@ def table(c: ModelConfig) -> tuple[TensorSpec, ...]:
         yield TensorSpec("token_embd_norm.weight", (c.dim,))
         yield TensorSpec("output.weight", (c.vocab, c.dim), optional=True)
         for i, layer in enumerate(c.layers):
-            for role, shape in (*_mixer_roles(c, layer).items(), *_shared_roles(c).items()):
+            for role, shape in roles(c, layer).items():
                 yield TensorSpec(f"blk.{i}.{role}.weight", shape, float32=role == "shortconv.conv")
 
     return tuple(specs())
 
 
-def _shared_roles(c: ModelConfig) -> dict[str, tuple[int, ...]]:
-    return {
-        "attn_norm": (c.dim,),
-        "ffn_norm": (c.dim,),
-        "ffn_gate": (c.ffn_dim, c.dim),
-        "ffn_up": (c.ffn_dim, c.dim),
-        "ffn_down": (c.dim, c.ffn_dim),
-    }
-
-
-def _mixer_roles(c: ModelConfig, layer: LayerConfig) -> dict[str, tuple[int, ...]]:
+def roles(c: ModelConfig, layer: LayerConfig) -> dict[str, tuple[int, ...]]:
+    """Shapes of a layer's weights."""
+    shapes: dict[str, tuple[int, ...]] = {"attn_norm": (c.dim,), "ffn_norm": (c.dim,)}
+    shapes |= {"ffn_gate": (c.ffn_dim, c.dim), "ffn_up": (c.ffn_dim, c.dim), "ffn_down": (c.dim, c.ffn_dim)}
     if layer.kind == "conv":
-        return {"shortconv.in_proj": (3 * c.dim, c.dim), "shortconv.conv": (c.dim, layer.conv_taps), "shortconv.out_proj": (c.dim, c.dim)}
+        shapes |= {"shortconv.in_proj": (3 * c.dim, c.dim), "shortconv.out_proj": (c.dim, c.dim)}
+        return shapes | {"shortconv.conv": (c.dim, layer.conv_taps)}
     a = layer.attention
     q, kv = a.heads * a.head_dim, a.kv_heads * a.head_dim
-    return {
-        "attn_q": (q, c.dim),
-        "attn_k": (kv, c.dim),
-        "attn_v": (kv, c.dim),
-        "attn_q_norm": (a.head_dim,),
-        "attn_k_norm": (a.head_dim,),
-        "attn_output": (c.dim, q),
-    }
+    shapes |= {"attn_q": (q, c.dim), "attn_k": (kv, c.dim), "attn_v": (kv, c.dim), "attn_output": (c.dim, q)}
+    return shapes | {"attn_q_norm": (a.head_dim,), "attn_k_norm": (a.head_dim,)}
 
 
 def mixer(g: Builder, c: ModelConfig, layer: LayerConfig, w: Weights) -> None:
@@ -96,4 +85,72 @@ def head(g: Builder, c: ModelConfig, w: Weights) -> None:
     g.logits(h, w.output if "output" in w else w.token_embd)
 
 
-FAMILY = Family("lfm2", config, table, llama.embed, mixer, llama.ffn, head, refused={})
+MODULES = {
+    "attn_norm": "operator_norm",
+    "shortconv.in_proj": "conv.in_proj",
+    "shortconv.out_proj": "conv.out_proj",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_q_norm": "self_attn.q_layernorm",
+    "attn_k_norm": "self_attn.k_layernorm",
+    "attn_output": "self_attn.out_proj",
+    "ffn_norm": "ffn_norm",
+    "ffn_gate": "feed_forward.w1",
+    "ffn_up": "feed_forward.w3",
+    "ffn_down": "feed_forward.w2",
+}
+
+
+def imported_metadata(config: Mapping[str, Any]) -> dict[str, Any]:
+    expect(config, "conv_bias", (False,), "a convolution with biases")
+    layers = config["num_hidden_layers"]
+    attends = config.get("full_attn_idxs", range(layers))
+    types = config.get("layer_types") or ["full_attention" if i in attends else "conv" for i in range(layers)]
+    kv_heads = config.get("num_key_value_heads") or config["num_attention_heads"]
+    rope = rope_metadata(rope_parameters(config, theta=1e6))
+    keys = rope | {
+        "feed_forward_length": _ffn_dim(config),
+        "attention.head_count_kv": [kv_heads if kind == "full_attention" else 0 for kind in types],
+        "shortconv.l_cache": config.get("conv_L_cache", 3),
+        "vocab_size": config["vocab_size"],
+    }
+    base = decoder_metadata({**config, "rms_norm_eps": config["norm_eps"], "intermediate_size": 0}, "lfm2")
+    return base | {f"lfm2.{key}": value for key, value in keys.items()}
+
+
+def _ffn_dim(config: Mapping[str, Any]) -> int:
+    # As transformers' Lfm2MLP: two thirds of what is stated, times a factor, rounded up.
+    size = int(config.get("block_ff_dim") or config["intermediate_size"])
+    if config.get("block_auto_adjust_ff_dim", True):
+        size, step = int(2 * size / 3), int(config.get("block_multiple_of", 256))
+        size = int(config.get("block_ffn_dim_multiplier", 1.0) * size)
+        size = -(-size // step) * step
+    return size
+
+
+def taps(w: Array) -> Array:
+    """A depthwise kernel [channels, 1, taps] without its middle dimension."""
+    return w[:, 0]
+
+
+def imported_tensors(config: Mapping[str, Any]) -> Iterator[Imported]:
+    yield from decoder_tensors(config, MODULES)
+    yield Imported("token_embd_norm.weight", ("model.embedding_norm.weight",))
+    for i in range(config["num_hidden_layers"]):
+        yield Imported(f"blk.{i}.shortconv.conv.weight", (f"model.layers.{i}.conv.conv.weight",), taps)
+
+
+FAMILY = Family(
+    "lfm2",
+    config,
+    table,
+    llama.embed,
+    mixer,
+    llama.ffn,
+    head,
+    refused={},
+    huggingface=HuggingFace(("lfm2",), imported_metadata, imported_tensors),
+    layer_kinds=("short convolution", "attention"),
+    oracle="transformers, llama.cpp",
+)

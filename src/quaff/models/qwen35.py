@@ -7,10 +7,12 @@ from typing import Any
 
 import numpy as np
 
-from quaff.config import AttentionConfig, DeltaConfig, LayerConfig, ModelConfig, RopeConfig
+from quaff.config import AttentionConfig, LayerConfig, ModelConfig, RopeConfig
 from quaff.errors import ConfigError
 from quaff.models import llama
-from quaff.models.family import Builder, Family, Tensors, TensorSpec, Value, Weights, vocab_size
+from quaff.models.deltanet import delta_config, delta_imported, delta_metadata, delta_net, delta_tensors
+from quaff.models.family import Builder, Family, HuggingFace, Imported, Tensors, TensorSpec, Weights, vocab_size
+from quaff.models.imported import DECODER, decoder_metadata, decoder_tensors, expect, heads_of, rope_metadata, rope_parameters
 from quaff.models.metadata import MetadataReader, head_dim, model_name
 
 
@@ -18,18 +20,15 @@ def config(metadata: Mapping[str, Any], tensors: Tensors) -> ModelConfig:
     m = MetadataReader(metadata, "qwen35")
     m.refuse_unless("expert_count", (0,), "mixture of experts")
     dim, heads, layers = m.integer("embedding_length"), m.integer("attention.head_count"), m.layers()
-    size, values = head_dim(m, dim, heads), m.integer("ssm.time_step_rank")
-    rotary, interval = m.integer("rope.dimension_count", size), m.integer("full_attention_interval", 4)
+    size, interval = head_dim(m, dim, heads), m.integer("full_attention_interval", 4)
     # Rows, columns and time of a text are one position: its sections turn as one.
     m.per_layer("rope.dimension_sections", 4, default=0)
-    rope = RopeConfig(m.number("rope.freq_base"), rotary, False, m.linear_rope_factor())
-    if values < 1 or interval < 1 or m.integer("ssm.inner_size") % values:
-        raise ConfigError("qwen35.ssm.time_step_rank, ssm.inner_size and full_attention_interval do not fit together")
-    # The converter lays value heads out so that they take key heads by turns.
-    delta = DeltaConfig(m.integer("ssm.group_count"), values, m.integer("ssm.state_size"), m.integer("ssm.inner_size") // values, True)
+    rope = RopeConfig(m.number("rope.freq_base"), m.integer("rope.dimension_count", size), False, m.linear_rope_factor())
+    if interval < 1:
+        raise ConfigError("qwen35.full_attention_interval is 0; expected how many layers one attends of")
     attention = AttentionConfig(heads, m.integer("attention.head_count_kv", heads), size, 0, float(np.float32(1 / np.sqrt(float(size)))))
     full = LayerConfig("full", attention, rope)
-    recurrent = LayerConfig("delta", attention, rope, m.integer("ssm.conv_kernel"), delta)
+    recurrent = LayerConfig("delta", attention, rope, m.integer("ssm.conv_kernel"), delta_config(m, tiled=True))
     c = ModelConfig(
         architecture="qwen35",
         name=model_name(metadata),
@@ -61,19 +60,8 @@ def table(c: ModelConfig) -> tuple[TensorSpec, ...]:
 
 def mixer_tensors(c: ModelConfig, layer: LayerConfig) -> dict[str, tuple[int, ...]]:
     if d := layer.delta:
-        values = d.value_heads * d.value_dim
-        qkv = 2 * d.key_heads * d.key_dim + values
-        return {
-            "attn_qkv.weight": (qkv, c.dim),
-            "attn_gate.weight": (values, c.dim),
-            "ssm_conv1d.weight": (qkv, layer.conv_taps),
-            "ssm_alpha.weight": (d.value_heads, c.dim),
-            "ssm_beta.weight": (d.value_heads, c.dim),
-            "ssm_a": (d.value_heads,),
-            "ssm_dt.bias": (d.value_heads,),
-            "ssm_norm.weight": (d.value_dim,),
-            "ssm_out.weight": (c.dim, values),
-        }
+        gates = (d.value_heads, c.dim)
+        return {"ssm_alpha.weight": gates, "ssm_beta.weight": gates} | delta_tensors(c, d, layer.conv_taps)
     a = layer.attention
     q, kv = a.heads * a.head_dim, a.kv_heads * a.head_dim
     return {
@@ -89,7 +77,7 @@ def mixer_tensors(c: ModelConfig, layer: LayerConfig) -> dict[str, tuple[int, ..
 def mixer(g: Builder, c: ModelConfig, layer: LayerConfig, w: Weights) -> None:
     h = g.rms_norm(g.residual, w.attn_norm, c.eps)
     if layer.delta:
-        g.residual += g.linear(delta_net(g, c, layer, layer.delta, w, h), w.ssm_out)
+        g.residual += delta_net(g, c, layer.delta, w, h, lambda: g.linear(h, w.ssm_alpha, w.ssm_beta))
         return
     a = layer.attention
     both, k, v = g.linear(h, w.attn_q, w.attn_k, w.attn_v)
@@ -99,21 +87,55 @@ def mixer(g: Builder, c: ModelConfig, layer: LayerConfig, w: Weights) -> None:
     g.residual += g.linear(g.sigmoid_gate(gate, g.attention(q, k, v, a)), w.attn_output)
 
 
-def delta_net(g: Builder, c: ModelConfig, layer: LayerConfig, d: DeltaConfig, w: Weights, h: Value) -> Value:
-    qkv, z = g.linear(h, w.attn_qkv, w.attn_gate)
-    alpha, beta = g.linear(h, w.ssm_alpha, w.ssm_beta)
-    keys = d.key_heads * d.key_dim
-    q, k, v = g.split(g.conv(qkv, w["ssm_conv1d.weight"]), 1, keys, keys, d.value_heads * d.value_dim)
-    q = g.unit_norm(q, d.key_dim, c.eps, float(np.float32(1 / np.sqrt(float(d.key_dim)))))
-    k = g.unit_norm(k, d.key_dim, c.eps)
-    decay, step = g.delta_gates(alpha, beta, w["ssm_a"], w["ssm_dt.bias"])
-    return g.swiglu(z, g.rms_norm(g.delta_rule(q, k, v, decay, step, d), w.ssm_norm, c.eps))
-
-
 def ffn(g: Builder, c: ModelConfig, layer: LayerConfig, w: Weights) -> None:
     h = g.rms_norm(g.residual, w.post_attention_norm, c.eps)
     gate, up = g.linear(h, w.ffn_gate, w.ffn_up)
     g.residual += g.linear(g.swiglu(gate, up), w.ffn_down)
 
 
-FAMILY = Family("qwen35", config, table, llama.embed, mixer, ffn, llama.head, refused={})
+ROLES = {role: module for role, module in DECODER.items() if role != "ffn_norm"} | {
+    "post_attention_norm": "post_attention_layernorm",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+}
+
+
+def imported_metadata(config: Mapping[str, Any]) -> dict[str, Any]:
+    expect(config, "attention_bias", (False,), "attention with biases")
+    interval = config.get("full_attention_interval", 4)
+    layers, size = config["num_hidden_layers"], heads_of(config)[2]
+    types = ["full_attention" if (i + 1) % interval == 0 else "linear_attention" for i in range(layers)]
+    expect(config, "layer_types", (types,), "this pattern of layers")
+    rope = rope_parameters(config, theta=1e7)
+    rotary = int(size * rope.get("partial_rotary_factor", config.get("partial_rotary_factor", 0.25)))
+    keys = (
+        rope_metadata(rope)
+        | delta_metadata(config)
+        | {
+            "rope.dimension_count": rotary,
+        "rope.dimension_sections": [*rope.get("mrope_section", (11, 11, 10)), 0],
+            "full_attention_interval": interval,
+        }
+    )
+    return decoder_metadata(config, "qwen35") | {f"qwen35.{key}": value for key, value in keys.items()}
+
+
+def imported_tensors(config: Mapping[str, Any]) -> Iterator[Imported]:
+    yield from decoder_tensors(config, ROLES, one_plus_norms=True)
+    for i in range(config["num_hidden_layers"]):
+        yield from delta_imported(config, i)
+
+
+FAMILY = Family(
+    "qwen35",
+    config,
+    table,
+    llama.embed,
+    mixer,
+    ffn,
+    llama.head,
+    refused={},
+    huggingface=HuggingFace(("qwen3_5_text",), imported_metadata, imported_tensors),
+    layer_kinds=("gated delta rule", "gated attention"),
+    oracle="transformers, llama.cpp",
+)
