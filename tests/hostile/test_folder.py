@@ -147,7 +147,10 @@ DAMAGES: dict[str, tuple[Callable[[Path], None], str]] = {
     ),
     "token of a huge id": (tokenizer(lambda t: t["model"]["vocab"].update(more=1 << 60)), "no token id"),
     "settings are no object": (write("tokenizer_config.json", "3"), "tokenizer_config.json is not a JSON object"),
-    "template is not text": (write("chat_template.jinja", b"\xff\xfe"), "chat_template.jinja cannot be read"),
+    "template is not text": (
+        write("chat_template.jinja", b"\xff\xfe"),
+        "chat_template.jinja is not UTF-8 text: invalid start byte at byte 0",
+    ),
 }
 
 

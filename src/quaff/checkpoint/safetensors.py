@@ -73,8 +73,8 @@ class TensorFolder:
                 mapped.close()
 
 
-def read_json(path: Path) -> Any:
-    """The values of a JSON file. CheckpointError, without the path, when it cannot be read, is too long or is no JSON."""
+def read_text(path: Path) -> str:
+    """A text file as UTF-8. CheckpointError, with its name alone, when it cannot be read, is too long or is no such text."""
     try:
         with path.open("rb") as file:
             raw = file.read(_TEXT_LIMIT + 1)
@@ -84,18 +84,22 @@ def read_json(path: Path) -> Any:
         raise CheckpointError(f"{path.name} cannot be read: {error.strerror or error}") from None
     if len(raw) > _TEXT_LIMIT:
         raise CheckpointError(f"{path.name} is longer than {_TEXT_LIMIT} bytes")
-    return parse_json(raw, path.name)
+    try:
+        return raw.decode()
+    except UnicodeDecodeError as error:
+        raise CheckpointError(f"{path.name} is not UTF-8 text: {error.reason} at byte {error.start}") from None
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """The same for a file that must hold one JSON object."""
-    values = read_json(path)
+    """The values of a file that must hold one JSON object; CheckpointError likewise."""
+    values = parse_json(read_text(path), path.name)
     if not isinstance(values, dict):
         raise CheckpointError(f"{path.name} is not a JSON object")
     return values
 
 
-def parse_json(raw: bytes, what: str) -> Any:
+def parse_json(raw: bytes | str, what: str) -> Any:
+    """The values of a JSON text called `what` in errors; CheckpointError, also for a key that appears twice."""
     try:
         return json.loads(raw, object_pairs_hook=_no_key_twice)
     except UnicodeDecodeError as error:

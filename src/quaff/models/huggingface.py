@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quaff.checkpoint import GGML_TYPES, Checkpoint, TensorView, open_checkpoint
-from quaff.checkpoint.safetensors import StoredTensor, TensorFolder, read_object, read_tensors
+from quaff.checkpoint.safetensors import StoredTensor, TensorFolder, parse_json, read_object, read_tensors, read_text
 from quaff.config import QUANTIZE, Quantize
 from quaff.errors import CheckpointError, ConfigError, UnsupportedError, located, quote
 from quaff.models import FAMILIES
@@ -271,13 +271,9 @@ def _tokenizer(folder: Path, config: Mapping[str, Any], tokens: int) -> dict[str
     if not path.exists():
         model = " (a SentencePiece model alone is not enough)" if (folder / "tokenizer.model").exists() else ""
         raise CheckpointError(f"tokenizer.json is missing{model}")
-    read_object(path)  # for its errors: the library's own say less
-    text = path.read_text(encoding="utf-8")
+    text = read_text(path)
+    parse_json(text, path.name)  # for its errors: the library's own say less
     optional = [folder / name for name in ("tokenizer_config.json", "generation_config.json")]
     settings, generation = [read_object(file) if file.exists() else {} for file in optional]
     template = folder / "chat_template.jinja"
-    try:
-        template_text = template.read_text(encoding="utf-8") if template.exists() else None
-    except (OSError, UnicodeDecodeError) as error:
-        raise CheckpointError(f"{template.name} cannot be read: {error}") from None
-    return tokenizer_metadata(text, settings, [generation, config], template_text, tokens)
+    return tokenizer_metadata(text, settings, [generation, config], read_text(template) if template.exists() else None, tokens)

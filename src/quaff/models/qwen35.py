@@ -113,7 +113,7 @@ def imported_metadata(config: Mapping[str, Any]) -> dict[str, Any]:
         | delta_metadata(config)
         | {
             "rope.dimension_count": rotary,
-        "rope.dimension_sections": [*rope.get("mrope_section", (11, 11, 10)), 0],
+            "rope.dimension_sections": [*rope.get("mrope_section", (11, 11, 10)), 0],
             "full_attention_interval": interval,
         }
     )

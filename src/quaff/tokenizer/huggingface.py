@@ -65,11 +65,12 @@ def tokenizer_metadata(
     Raises CheckpointError, and UnsupportedError for a kind of vocabulary that is not known.
     """
     try:
-        keys = _vocabulary(json.loads(text), count)
+        values = json.loads(text)
+        keys = _vocabulary(values, count)
         keys |= _special(keys["tokenizer.ggml.tokens"], settings, defaults)
     except (TypeError, ValueError, KeyError, AttributeError) as error:
         raise CheckpointError(f"tokenizer.json holds a value of the wrong kind: {type(error).__name__}: {error}") from None
-    keys |= _ends(make_engine(text), keys, settings)
+    keys |= _ends(text if values.get("post_processor") else None, keys, settings)
     template = template if template is not None else _template(settings.get("chat_template"))
     if template is not None:
         keys["tokenizer.chat_template"] = template
@@ -238,9 +239,9 @@ def _numbers(value: Any) -> list[int]:
     return [n for n in values if isinstance(n, int) and not isinstance(n, bool) and n >= 0]
 
 
-def _ends(engine: Engine, keys: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Whether texts get a BOS and an EOS: as tokenizer_config.json says, else as the library adds them."""
-    ids = engine.encode("", add_special_tokens=True).ids
+def _ends(text: str | None, keys: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Whether texts get a BOS and an EOS: as tokenizer_config.json says, else as the library adds them (`text` None: it adds nothing)."""
+    ids = make_engine(text).encode("", add_special_tokens=True).ids if text is not None else []
     found: dict[str, Any] = {}
     for role, at in (("bos", 0), ("eos", -1)):
         token, stated = keys.get(f"tokenizer.ggml.{role}_token_id"), settings.get(f"add_{role}_token")
