@@ -5,12 +5,18 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import gguf
 import numpy as np
 from numpy.typing import NDArray
+
+from quaff.checkpoint import TensorView
+from quaff.config import ModelConfig
+from quaff.models import family
+from quaff.models.family import CONFIG_TENSORS, Family
 
 TYPES = {t.name: t for t in gguf.GGMLQuantizationType}
 # Byte offsets of the f16 factors of a block, for types that `gguf` reads but cannot make: their codes are drawn at random.
@@ -42,6 +48,10 @@ class Tiny:
     tied: bool = True
     biased: bool = False
     rope_factor: float = 0.0
+    keys: Mapping[str, Any] = field(default_factory=dict)
+    """More metadata, without the architecture; None takes a key away."""
+    vectors: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
+    """More tensors, with their values."""
     seed: int = 0
 
     def tensors(self) -> dict[str, tuple[tuple[int, ...], str]]:
@@ -53,9 +63,16 @@ class Tiny:
             out["output.weight"] = ((self.vocab, d), self._type("output"))
         matrices = {"attn_q": (q, d), "attn_k": (kv, d), "attn_v": (kv, d), "attn_output": (d, q)}
         matrices |= {"ffn_gate": (f, d), "ffn_up": (f, d), "ffn_down": (d, f)}
-        vectors = {"attn_norm": d, "ffn_norm": d}
-        if self.architecture == "gemma3":
-            vectors |= {"attn_q_norm": self.head_dim, "attn_k_norm": self.head_dim, "post_attention_norm": d, "post_ffw_norm": d}
+        if self.architecture == "phi3":
+            fused = {"attn_qkv": (q + 2 * kv, d), "attn_output": (d, q), "ffn_up": (2 * f, d), "ffn_down": (d, f)}
+            matrices = fused
+        vectors = {} if self.architecture == "olmo2" else {"attn_norm": d, "ffn_norm": d}
+        if self.architecture in ("gemma3", "qwen3"):
+            vectors |= {"attn_q_norm": self.head_dim, "attn_k_norm": self.head_dim}
+        if self.architecture == "olmo2":
+            vectors |= {"attn_q_norm": q, "attn_k_norm": kv}
+        if self.architecture in ("gemma2", "gemma3", "olmo2"):
+            vectors |= {"post_attention_norm": d, "post_ffw_norm": d}
         for i in range(self.layers):
             for role, shape in matrices.items():
                 out[f"blk.{i}.{role}.weight"] = (shape, self._type(role))
@@ -63,7 +80,7 @@ class Tiny:
                     out[f"blk.{i}.{role}.bias"] = (shape[:1], "F32")
             for role, n in vectors.items():
                 out[f"blk.{i}.{role}.weight"] = ((n,), "F32")
-        return out
+        return out | {name: ((len(values),), "F32") for name, values in self.vectors.items()}
 
     def metadata(self) -> dict[str, Any]:
         """Architecture keys as they appear in the file."""
@@ -84,7 +101,8 @@ class Tiny:
             keys["attention.sliding_window"] = self.window
         if self.rope_factor:
             keys |= {"rope.scaling.type": "linear", "rope.scaling.factor": self.rope_factor}
-        return {f"{self.architecture}.{key}": value for key, value in keys.items()}
+        keys |= self.keys
+        return {f"{self.architecture}.{key}": value for key, value in keys.items() if value is not None}
 
     def write(self, path: Path) -> Path:
         """Write the file; the same fields give the same bytes."""
@@ -96,7 +114,8 @@ class Tiny:
         self._write_tokenizer(writer)
         rng = np.random.default_rng(self.seed)
         for name, (shape, type_name) in self.tensors().items():
-            data = random_tensor(rng, name, shape, type_name)
+            given = self.vectors.get(name)
+            data = random_tensor(rng, name, shape, type_name) if given is None else np.array(given, dtype=np.float32)
             writer.add_tensor(name, data, raw_dtype=TYPES[type_name])
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
@@ -274,6 +293,13 @@ def random_blocks(rng: np.random.Generator, shape: tuple[int, int], type_name: s
 
 
 MIXED = {"": "Q4_1", "attn_k": "Q5_0", "attn_v": "Q8_0", "ffn_up": "F16", "ffn_down": "Q5_1"}
+YARN = {
+    "rope.scaling.type": "yarn",
+    "rope.scaling.factor": 4.0,
+    "rope.scaling.original_context_length": 40,
+    "rope.scaling.yarn_beta_fast": 4.0,
+}
+GRANITE = {"embedding_scale": 12.0, "residual_scale": 0.22, "attention.scale": 0.125, "logit_scale": 8.0}
 K_QUANTS = {"": "Q4_K", "attn_q": "Q5_K", "attn_k": "IQ4_XS", "attn_v": "Q6_K", "ffn_gate": "Q3_K", "ffn_down": "Q2_K"}
 
 CASES: dict[str, Tiny] = {
@@ -285,6 +311,33 @@ CASES: dict[str, Tiny] = {
     "llama-k": Tiny(dim=256, heads=4, kv_heads=2, head_dim=64, ffn_dim=256, types=K_QUANTS, embedding="Q6_K", seed=3),
     "llama-float": Tiny(
         dim=40, heads=3, kv_heads=3, ffn_dim=72, types={"": "F16", "attn_k": "BF16", "ffn_up": "F32"}, embedding="F16", seed=4
+    ),
+    # Llama 3's factors by wavelength, and a window.
+    "llama3": Tiny(window=50, vectors={"rope_freqs.weight": (1.0, 1.0, 1.0, 1.5, 3.25, 8.0, 8.0, 8.0)}, seed=8),
+    "qwen3": Tiny("qwen3", head_dim=32, keys=YARN, types={"": "Q4_0", "attn_k": "Q8_0"}, seed=9),
+    "mistral3": Tiny("mistral3", keys={**YARN, "attention.temperature_scale": 0.1, "rope.scaling.yarn_log_multiplier": 1.0}, seed=10),
+    "smollm3": Tiny("smollm3", layers=5, types={"": "Q8_0", "attn_q": "F16", "attn_k": "F16"}, seed=11),
+    "phi3": Tiny(
+        "phi3",
+        heads=4,
+        kv_heads=2,
+        head_dim=32,
+        dim=128,
+        keys={
+            "attention.key_length": None,
+            "attention.value_length": None,
+            "attention.sliding_window": 100,
+            "rope.dimension_count": 24,
+            "rope.scaling.original_context_length": 1000,
+            "rope.scaling.attn_factor": 1.19,
+        },
+        vectors={"rope_factors_long.weight": tuple(1.0 + 0.5 * i for i in range(12)), "rope_factors_short.weight": (1.0,) * 12},
+        seed=12,
+    ),
+    "granite": Tiny("granite", types={"": "Q5_1"}, keys=GRANITE, seed=13),
+    "olmo2": Tiny("olmo2", heads=4, kv_heads=2, types={"": "Q4_0", "attn_v": "F16", "ffn_up": "F32"}, tied=False, seed=14),
+    "gemma2": Tiny(
+        "gemma2", heads=2, kv_heads=1, head_dim=32, window=40, keys={"attn_logit_softcapping": 5.0, "final_logit_softcapping": 3.0}, seed=15
     ),
     "qwen2": Tiny("qwen2", dim=96, heads=6, kv_heads=2, types={"": "Q8_0", "attn_v": "Q4_1"}, vocab=304, seed=7),
     "gemma3": Tiny("gemma3", layers=6, heads=2, kv_heads=1, head_dim=32, window=24, types=MIXED, seed=5),
@@ -300,12 +353,27 @@ CASES: dict[str, Tiny] = {
 }
 
 
+def opened(path: Path) -> tuple[Family, ModelConfig, dict[str, tuple[tuple[int, ...], int]], dict[str, NDArray[np.uint8]]]:
+    """(family, config, name -> (shape, ggml type), name -> bytes) of the weights as stages name them, read by the `gguf` package."""
+    metadata, shapes, data = read(path)
+    model_family = family(metadata["general.architecture"])
+    config = model_family.config(metadata, shapes)
+    views = {
+        name: TensorView(name, shape, kind, "", data[name].nbytes, partial(np.asarray, data[name]))
+        for name, (shape, kind) in shapes.items()
+    }
+    split = model_family.split(config, views)
+    return model_family, config, {n: (v.shape, v.ggml_type) for n, v in split.items()}, {n: v.data for n, v in split.items()}
+
+
 def read(path: Path) -> tuple[dict[str, Any], dict[str, tuple[tuple[int, ...], int]], dict[str, NDArray[np.uint8]]]:
     """(metadata, name -> (shape, ggml type), name -> bytes) through the `gguf` package, independent of our own reader."""
     reader = gguf.GGUFReader(path)
     metadata = {name: value.contents() for name, value in reader.fields.items() if not name.startswith("GGUF.")}
     shapes = {t.name: (tuple(int(n) for n in reversed(t.shape)), int(t.tensor_type)) for t in reader.tensors}
-    return metadata, shapes, {t.name: np.ascontiguousarray(t.data).view(np.uint8).reshape(-1) for t in reader.tensors}
+    data = {t.name: np.ascontiguousarray(t.data).view(np.uint8).reshape(-1) for t in reader.tensors}
+    values = {name: data[name].view(np.float32) for name in CONFIG_TENSORS if name in data}
+    return metadata | values, shapes, data
 
 
 def prompt(vocab: int, length: int, seed: int = 0) -> list[int]:

@@ -78,7 +78,8 @@ void bind_weight(nb::module_& m) {
 
 void bind_state(nb::module_& m) {
     nb::class_<RopeTable>(m, "RopeTable")
-        .def(nb::init<double, int64_t, double>(), "theta"_a, "rotary_dim"_a, "linear_factor"_a = 1.0)
+        .def(nb::init<double, int64_t, const std::vector<double>&, double, double, int64_t>(), "theta"_a, "rotary_dim"_a,
+             "factors"_a = std::vector<double>{}, "scale"_a = 1.0, "temperature"_a = 0.0, "temperature_length"_a = 0)
         .def(
             "rows",
             [](RopeTable& t, In<int32_t, 1> positions) {
@@ -125,7 +126,8 @@ void bind_state(nb::module_& m) {
                 held(p, page);
                 uint16_t* out;
                 auto array = new_array<uint16_t>(
-                    {static_cast<size_t>(p.layers()), static_cast<size_t>(p.kv_heads()), 2, static_cast<size_t>(p.head_elements() / 2)}, &out);
+                    {static_cast<size_t>(p.layers()), static_cast<size_t>(p.kv_heads()), 2, static_cast<size_t>(p.head_elements() / 2)},
+                    &out);
                 std::memcpy(out, p.data(page), static_cast<size_t>(p.page_bytes()));
                 return array;
             },

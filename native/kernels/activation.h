@@ -24,6 +24,18 @@ template <class V> static void add_row(float* y, const float* x, int64_t n) {
     map<V>(y, x, y, n, [](F a, F b) { return V::add(a, b); });
 }
 
+template <class V> static void add_scaled_row(float* y, const float* x, float s, int64_t n) {
+    using F = typename V::F;
+    const F factor = V::set(s);
+    map<V>(y, x, y, n, [factor](F a, F b) { return V::fma(b, factor, a); });
+}
+
+template <class V> static void soft_cap_row(float* y, float cap, int64_t n) {
+    using F = typename V::F;
+    const F top = V::set(cap), inverse = V::set(1.0f / cap);
+    map<V>(y, y, n, [top, inverse](F v) { return V::mul(top, tanh<V>(V::mul(v, inverse))); });
+}
+
 template <class V> static void scale_row(float* y, float s, int64_t n) {
     using F = typename V::F;
     const F factor = V::set(s);

@@ -181,7 +181,9 @@ struct KernelTable {
     void (*decay)(float* x, const float* a, const float* dt, int64_t n); // x = E(a * softplus(x + dt)) in place
     void (*delta)(const DeltaArgs*, int64_t column, int64_t end);        // columns in whole 16s
     void (*add)(float* y, const float* x, int64_t n);                    // y = y + x
+    void (*add_scaled)(float* y, const float* x, float s, int64_t n);    // y = y + x * s, rounded once
     void (*scale)(float* y, float s, int64_t n);                         // y = y * s
+    void (*soft_cap)(float* y, float cap, int64_t n);                    // y = cap * tanh(y * (1/cap))
     // Clamp to +-65504, round to f16, store position `slot` of a page of one head: k -> kpage[d*64+slot], v -> vpage[slot*dim+d].
     void (*kv_write)(const float* k, const float* v, uint16_t* kpage, uint16_t* vpage, int64_t dim, int64_t slot);
     void (*attend)(const AttendArgs*);

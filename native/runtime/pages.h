@@ -18,7 +18,7 @@ public:
     int64_t layers() const { return layers_; }
     int64_t kv_heads() const { return kv_heads_; }
     int64_t dim() const { return dim_; }
-    int64_t words() const { return words_; } // of 16 bits, in a value
+    int64_t words() const { return words_; }                            // of 16 bits, in a value
     int64_t head_elements() const { return 2 * kPage * dim_ * words_; } // 16-bit words of one head's part of a page
     int64_t page_elements() const { return layers_ * kv_heads_ * head_elements(); }
     int64_t page_bytes() const { return page_elements() * 2; }

@@ -18,8 +18,8 @@ struct Arity {
 constexpr Arity kArity[] = {
     {"embed", 0, 1, 1, 0, 1},       {"rms_norm", 1, 2, 1, 1, 1}, {"quantize", 1, 1, 0, 0, 0}, {"linear", 2, -1, -1, 2, 0},
     {"rope", 1, 1, 0, 4, 0},        {"kv_write", 2, 0, 0, 4, 0}, {"attend", 1, 1, 0, 6, 2},   {"glu", 2, 2, 0, 1, 0},
-    {"add", 1, 1, 0, 0, 0},         {"conv", 1, 2, 2, 5, 0},     {"split", 1, -1, 0, -1, 0},  {"unit_norm", 1, 1, 0, 2, 2},
-    {"delta_gates", 2, 2, 2, 0, 0}, {"delta", 5, 1, 0, 7, 0},
+    {"add", 1, 1, 0, 0, 1},         {"conv", 1, 2, 2, 5, 0},     {"split", 1, -1, 0, -1, 0},  {"unit_norm", 1, 1, 0, 2, 2},
+    {"delta_gates", 2, 2, 2, 0, 0}, {"delta", 5, 1, 0, 7, 0},    {"scale", 1, 1, 0, 0, 2},
 };
 static_assert(std::size(kArity) == static_cast<size_t>(OpKind::kCount));
 
@@ -146,6 +146,13 @@ public:
                  "heads and width disagree");
             break;
         }
+        case OpKind::kScale:
+            if (in[0] != kLogits)
+                source(in[0]);
+            if (out[0] != in[0])
+                scratch(out[0], false);
+            need(out[0] == in[0] || in[0] != kLogits, "keeps logits where they are");
+            break;
         case OpKind::kCount:
             break;
         }
@@ -277,6 +284,10 @@ int32_t Model::add_stage(std::shared_ptr<const Program> program, std::vector<std
                     refuse(i, "a weight is missing");
                 vector(i, slot, width(op.inputs[0]));
             }
+            break;
+        case OpKind::kScale:
+            if (width(op.inputs[0]) != width(op.outputs[0]))
+                refuse(i, "scale input and output differ in width");
             break;
         default:
             break;

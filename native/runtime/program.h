@@ -26,6 +26,7 @@ enum class OpKind : int32_t {
     kUnitNorm,
     kDeltaGates,
     kDelta,
+    kScale,
     kCount
 };
 

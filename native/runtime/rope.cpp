@@ -8,7 +8,7 @@ namespace quaff {
 
 namespace {
 
-// The steps and constants of graph/rope_table.py, one by one. frexp, ldexp and the rounding trick below are exact everywhere.
+// The steps and constants of graph/rope_table.py and elementary.py, one by one. frexp, ldexp and the rounding trick below are exact everywhere.
 constexpr double kSqrtHalf = 0x1.6a09e667f3bcdp-1, kLog2e64 = 0x1.71547652b82fep+0;
 constexpr double kLn2Hi64 = 0x1.62e42feep-1, kLn2Lo64 = 0x1.a39ef35793c76p-33;
 constexpr double kTwoOverPi = 0x1.45f306dc9c883p-1;
@@ -78,14 +78,27 @@ void sin_cos64(double angle, double* sin, double* cos) {
 
 } // namespace
 
-RopeTable::RopeTable(double theta, int64_t rotary_dim, double linear_factor) {
-    if (!(theta > 1 && theta < 1e30) || rotary_dim < 2 || rotary_dim > 4096 || rotary_dim % 2 ||
-        !(linear_factor > 0 && linear_factor < 1e12))
+RopeTable::RopeTable(double theta, int64_t rotary_dim, const std::vector<double>& factors, double scale, double temperature,
+                     int64_t temperature_length)
+    : scale_(scale), temperature_(temperature), temperature_length_(temperature_length) {
+    const auto in = [](double x, double least, double most) { return x >= least && x <= most; };
+    bool ok = in(theta, 1.0, 1e30) && theta > 1 && rotary_dim >= 2 && rotary_dim <= 4096 && rotary_dim % 2 == 0 && in(scale, 1e-6, 1e6) &&
+              in(temperature, 0.0, 1e6) && (temperature == 0 || temperature_length >= 1);
+    ok = ok && (factors.empty() || static_cast<int64_t>(factors.size()) == rotary_dim / 2);
+    for (const double factor : factors)
+        ok = ok && in(factor, 1e-12, 1e38);
+    if (!ok)
         throw std::invalid_argument("no RoPE table with theta " + std::to_string(theta) + ", " + std::to_string(rotary_dim) +
-                                    " rotary values and factor " + std::to_string(linear_factor));
+                                    " rotary values, " + std::to_string(factors.size()) + " factors and scale " + std::to_string(scale));
     const double log_theta = log64(theta), dim = static_cast<double>(rotary_dim);
-    for (int64_t i = 0; i < rotary_dim / 2; ++i)
-        inv_freq_.push_back(exp64(-((2.0 * static_cast<double>(i)) / dim) * log_theta) / linear_factor);
+    for (int64_t i = 0; i < rotary_dim / 2; ++i) {
+        const double factor = factors.empty() ? 1.0 : factors[static_cast<size_t>(i)];
+        inv_freq_.push_back(exp64(-((2.0 * static_cast<double>(i)) / dim) * log_theta) / factor);
+    }
+}
+
+double RopeTable::size(int64_t position) const {
+    return temperature_ == 0 ? scale_ : scale_ * (1.0 + temperature_ * log64(1.0 + static_cast<double>(position / temperature_length_)));
 }
 
 void RopeTable::ensure(int64_t positions) {
@@ -94,13 +107,15 @@ void RopeTable::ensure(int64_t positions) {
         return;
     const int64_t want = (positions + 1023) / 1024 * 1024; // a decode step adds one position: grow in blocks
     rows_.resize(static_cast<size_t>(want * dim));
-    for (int64_t position = have; position < want; ++position)
+    for (int64_t position = have; position < want; ++position) {
+        const double by = size(position);
         for (int64_t i = 0; i < half; ++i) {
             double sin, cos;
             sin_cos64(static_cast<double>(position) * inv_freq_[static_cast<size_t>(i)], &sin, &cos);
-            rows_[static_cast<size_t>(position * dim + i)] = static_cast<float>(cos);
-            rows_[static_cast<size_t>(position * dim + half + i)] = static_cast<float>(sin);
+            rows_[static_cast<size_t>(position * dim + i)] = static_cast<float>(cos * by);
+            rows_[static_cast<size_t>(position * dim + half + i)] = static_cast<float>(sin * by);
         }
+    }
 }
 
 } // namespace quaff

@@ -287,7 +287,7 @@ void StepRun::run_op(const Stage& stage, const Op& op, bool tail) {
     case OpKind::kGlu:
         return glu(op);
     case OpKind::kAdd:
-        return each_row([&](int64_t i, int) { k_.add(residual_row(i), buffer_row(op.inputs[0], i), model_.dim); });
+        return add(op);
     case OpKind::kConv:
         return conv(stage, op);
     case OpKind::kSplit:
@@ -298,6 +298,8 @@ void StepRun::run_op(const Stage& stage, const Op& op, bool tail) {
         return delta_gates(stage, op);
     case OpKind::kDelta:
         return delta(op);
+    case OpKind::kScale:
+        return scale(op);
     case OpKind::kCount:
         break;
     }
@@ -365,6 +367,36 @@ void StepRun::split(const Op& op) {
                 std::memcpy(buffer_row(op.outputs[part], i) + head * n, x, static_cast<size_t>(n) * 4);
                 x += n;
             }
+    });
+}
+
+void StepRun::add(const Op& op) {
+    const float by = op.floats[0];
+    each_row([&](int64_t i, int) {
+        if (by == 1.0f)
+            k_.add(residual_row(i), buffer_row(op.inputs[0], i), model_.dim);
+        else
+            k_.add_scaled(residual_row(i), buffer_row(op.inputs[0], i), by, model_.dim);
+    });
+}
+
+// A row of logits is wide and a step may want one alone: parts of rows are shared out.
+void StepRun::scale(const Op& op) {
+    constexpr int64_t kPart = 4096;
+    const int32_t in = op.inputs[0], out = op.outputs[0];
+    const int64_t width = in == kLogits ? model_.vocab : in == kResidual ? model_.dim : program_->buffer(in).width;
+    const int64_t parts = (width + kPart - 1) / kPart;
+    const float factor = op.floats[0], cap = op.floats[1];
+    rt_.pool_.run(cell_size() * parts, [&](int64_t u, int) {
+        const int64_t i = u / parts, begin = u % parts * kPart, n = std::min(kPart, width - begin);
+        const float* x = (in == kLogits ? logits_row(i) : source_row(in, i)) + begin;
+        float* y = (out == kLogits ? logits_row(i) : out == kResidual ? residual_row(i) : buffer_row(out, i)) + begin;
+        if (y != x)
+            std::memcpy(y, x, static_cast<size_t>(n) * sizeof(float));
+        if (factor != 1.0f)
+            k_.scale(y, factor, n);
+        if (cap > 0)
+            k_.soft_cap(y, cap, n);
     });
 }
 

@@ -63,6 +63,9 @@ private:
         return floats_[static_cast<size_t>(id - kFirstScratch)] + i * program_->buffer(id).width;
     }
     float* source_row(int32_t id, int64_t i) const { return id == kResidual ? residual_row(i) : buffer_row(id, i); }
+    float* logits_row(int64_t i) const {
+        return in_.logits + int64_t{logits_index_[static_cast<size_t>(cell_rows_[static_cast<size_t>(i)])]} * model_.vocab;
+    }
     const QuantRows& quant(int32_t id) const { return ints_[static_cast<size_t>(id - kFirstScratch)]; }
     int32_t segment_of(int64_t i) const { return in_.segment_of_row[cell_rows_[static_cast<size_t>(i)]]; }
     int32_t position_of(int64_t i) const { return in_.positions[cell_rows_[static_cast<size_t>(i)]]; }
@@ -83,6 +86,8 @@ private:
     void rope(const Op& op);
     void glu(const Op& op);
     void split(const Op& op);
+    void add(const Op& op);
+    void scale(const Op& op);
 
     // ---- step_linear.cpp ----
     int64_t panels_per_claim(const Weight& w, bool owned) const;

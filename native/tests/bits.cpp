@@ -133,7 +133,7 @@ void fma_rounds_once(Lines& lines) {
 constexpr int64_t kLengths[] = {1, 2, 15, 16, 17, 31, 33, 64, 100, 576, 1001};
 
 void row_kernels(const KernelTable& k, Lines& lines) {
-    Hash norm, silu, gelu, add, scale, top, prob, sum, exp, sigmoid, tanh;
+    Hash norm, silu, gelu, add, scaled, scale, cap, top, prob, sum, exp, sigmoid, tanh;
     for (const int64_t n : kLengths) {
         Random random(static_cast<uint64_t>(n));
         const auto x = numbers(random, n, -8, 6), w = numbers(random, n, -4, 3), wide = numbers(random, n, -30, 8);
@@ -148,6 +148,10 @@ void row_kernels(const KernelTable& k, Lines& lines) {
         add.values(y);
         k.scale(y.data(), 0x1.b6db6ep+3f, n);
         scale.values(y);
+        k.add_scaled(y.data(), x.data(), 0x1.c28f5cp-3f, n);
+        scaled.values(y);
+        k.soft_cap(y.data(), 30.0f, n);
+        cap.values(y);
         const float m = k.row_max(wide.data(), n);
         top.one(m);
         k.probabilities(wide.data(), m, y.data(), n);
@@ -160,10 +164,11 @@ void row_kernels(const KernelTable& k, Lines& lines) {
         k.tanh_row(wide.data(), y.data(), n);
         tanh.values(y);
     }
-    const std::pair<const char*, const Hash*> all[] = {
-        {"rms_norm", &norm}, {"swiglu", &silu},         {"geglu_tanh", &gelu},    {"add", &add},
-        {"scale", &scale},   {"row_max", &top},         {"probabilities", &prob}, {"sum16", &sum},
-        {"exp_row", &exp},   {"sigmoid_row", &sigmoid}, {"tanh_row", &tanh}};
+    const std::pair<const char*, const Hash*> all[] = {{"rms_norm", &norm}, {"swiglu", &silu},       {"geglu_tanh", &gelu},
+                                                       {"add", &add},       {"add_scaled", &scaled}, {"soft_cap", &cap},
+                                                       {"scale", &scale},   {"row_max", &top},       {"probabilities", &prob},
+                                                       {"sum16", &sum},     {"exp_row", &exp},       {"sigmoid_row", &sigmoid},
+                                                       {"tanh_row", &tanh}};
     for (const auto& [name, hash] : all)
         lines.push_back({name, hash->value()});
 }

@@ -43,9 +43,18 @@ class Weight:
     def dequantize(self, row0: int = 0, count: int = -1) -> F32: ...  # [count, cols]
 
 class RopeTable:
-    """cos and sin by position, grown on demand: inv_freq_i = theta^(-2i/rotary_dim) / linear_factor, in float64, rounded once."""
+    """cos and sin by position, grown on demand: inv_freq_i = theta^(-2i/rotary_dim) / factors[i] (empty: 1), in float64, both times
+    scale * (1 + temperature * ln(1 + position // temperature_length)), rounded once."""
 
-    def __init__(self, theta: float, rotary_dim: int, linear_factor: float = 1.0) -> None: ...
+    def __init__(
+        self,
+        theta: float,
+        rotary_dim: int,
+        factors: Sequence[float] = (),
+        scale: float = 1.0,
+        temperature: float = 0.0,
+        temperature_length: int = 0,
+    ) -> None: ...
     def rows(self, positions: I32) -> F32: ...  # [n, rotary_dim]: cos half, then sin half
 
 class PagePool:

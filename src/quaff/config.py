@@ -39,19 +39,34 @@ def _positive(name: str, value: float) -> None:
 
 @dataclass(frozen=True, slots=True)
 class RopeConfig:
-    """Rotary embedding: inverse frequency i is theta^(-2i/rotary_dim) / linear_factor. `interleaved` turns the pairs (2i, 2i+1),
-    otherwise (i, i + rotary_dim/2). Dimensions from rotary_dim on are left alone."""
+    """Rotary embedding: inverse frequency i is theta^(-2i/rotary_dim) / factors[i] (no factors: all 1). `interleaved` turns the pairs
+    (2i, 2i+1), otherwise (i, i + rotary_dim/2). Dimensions from rotary_dim on are left alone.
+
+    What is turned is multiplied by `scale`, and where `temperature` is not 0 by 1 + temperature * ln(1 + position // temperature_length).
+    """
 
     theta: float
     rotary_dim: int
     interleaved: bool
-    linear_factor: float = 1.0
+    factors: tuple[float, ...] = ()
+    scale: float = 1.0
+    temperature: float = 0.0
+    temperature_length: int = 0
 
     def __post_init__(self) -> None:
         _check(1.0 < self.theta <= 1e12, f"rope theta is {self.theta!r}; expected a number in (1, 1e12]")
         _size("rope dimension count", self.rotary_dim, MAX_HEAD_DIM)
         _check(self.rotary_dim % 2 == 0, f"rope dimension count is {self.rotary_dim}; expected an even number")
-        _check(1e-6 <= self.linear_factor <= 1e6, f"rope scaling factor is {self.linear_factor!r}; expected a number in 1e-6..1e6")
+        _check(
+            len(self.factors) in (0, self.rotary_dim // 2),
+            f"there are {len(self.factors)} rope factors; expected one for each of {self.rotary_dim // 2} frequencies",
+        )
+        for factor in self.factors:
+            _check(1e-6 <= factor <= 1e38, f"a rope scaling factor is {factor!r}; expected a number in 1e-6..1e38")
+        _check(1e-3 <= self.scale <= 1e3, f"rope attention factor is {self.scale!r}; expected a number in 1e-3..1e3")
+        _check(0 <= self.temperature <= 1e3, f"attention temperature is {self.temperature!r}; expected a number in 0..1e3")
+        if self.temperature:
+            _size("attention temperature length", self.temperature_length, 1 << 30)
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,31 +112,43 @@ class DeltaConfig:
 
 @dataclass(frozen=True, slots=True)
 class LayerConfig:
-    """One layer; layers with equal KV shape and kind share a page table.
+    """One layer; layers with equal KV shape and kind share a page table. Without `rope` its positions are not encoded; queries turn by
+    `query_rope` where theirs is another.
 
     Layers of kinds conv and delta have `conv_taps` taps for every channel and do not use `attention` and `rope`, which are the others'.
     """
 
     kind: LayerKind
     attention: AttentionConfig
-    rope: RopeConfig
+    rope: RopeConfig | None
     conv_taps: int = 0
     delta: DeltaConfig | None = None
+    query_rope: RopeConfig | None = None
 
     def __post_init__(self) -> None:
         _check(self.kind in get_args(LayerKind), f"layer kind is {self.kind!r}; expected {', '.join(get_args(LayerKind))}")
         _check((self.kind in ("conv", "delta")) == (self.conv_taps > 0), "a conv or delta layer needs taps and other layers have none")
         _check((self.kind == "delta") == (self.delta is not None), "a delta layer needs a delta rule and other layers have none")
         _check((self.kind == "sliding") == (self.attention.window > 0), "a sliding layer needs a window and a full layer has none")
-        _check(
-            self.rope.rotary_dim <= self.attention.head_dim,
-            f"rope dimension count {self.rope.rotary_dim} exceeds the head dimension {self.attention.head_dim}",
-        )
+        for rope in (self.rope, self.query_rope):
+            _check(
+                rope is None or rope.rotary_dim <= self.attention.head_dim,
+                f"rope dimension count {rope and rope.rotary_dim} exceeds the head dimension {self.attention.head_dim}",
+            )
+            # A temperature is meant for all of a query, and the table reaches only what it turns.
+            _check(
+                rope is None or not rope.temperature or rope.rotary_dim == self.attention.head_dim,
+                "an attention temperature needs rope over the whole head",
+            )
 
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """Shape of a decoder. `dim`, `ffn_dim`, `vocab` in values, `context_length` in tokens; `embedding_scale` multiplies embedding rows."""
+    """Shape of a decoder. `dim`, `ffn_dim`, `vocab` in values, `context_length` in tokens.
+
+    `embedding_scale` multiplies embedding rows, `residual_scale` what a mixer or ffn adds, `logit_scale` logits; then they are capped to
+    cap*tanh(logit/cap) where `logit_softcap` is not 0.
+    """
 
     architecture: str
     name: str
@@ -132,6 +159,9 @@ class ModelConfig:
     eps: float
     layers: tuple[LayerConfig, ...]
     embedding_scale: float = 1.0
+    residual_scale: float = 1.0
+    logit_scale: float = 1.0
+    logit_softcap: float = 0.0
 
     def __post_init__(self) -> None:
         _size("embedding length", self.dim)
@@ -141,11 +171,18 @@ class ModelConfig:
         _check(0 < self.eps < 1, f"norm epsilon is {self.eps!r}; expected a number in (0, 1)")
         _check(1 <= len(self.layers) <= MAX_LAYERS, f"the model has {len(self.layers)} layers; expected 1..{MAX_LAYERS}")
         _positive("embedding scale", self.embedding_scale)
+        _positive("residual scale", self.residual_scale)
+        _positive("logit scale", self.logit_scale)
+        _check(
+            math.isfinite(self.logit_softcap) and self.logit_softcap >= 0,
+            f"logit soft cap is {self.logit_softcap!r}; expected a finite number >= 0",
+        )
 
 
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
-    """How to run a model. None leaves the choice to the engine. Nothing here but `activations` and `kv_dtype` may change a bit.
+    """How to run a model. None leaves the choice to the engine. Nothing here but `activations` and `kv_dtype` may change a bit, and
+    `context` where a model has other rotary factors for long contexts than for short ones.
 
     `chunk` in rows, `context` in tokens (None: the model's), `memory_limit_bytes` bounds weights, KV pages and scratch.
     `activations="float32"` does not quantise activations, `kv_dtype="float32"` does not round keys and values: slower, both for checking

@@ -28,7 +28,7 @@ from quaff.engine.sampler import SamplingParams, StopMatcher, refused
 from quaff.errors import ConfigError, MemoryBudgetError, PromptError, QuaffError, located, quote
 from quaff.graph.builder import build_graph
 from quaff.graph.program import Graph
-from quaff.models import family
+from quaff.models import read_model
 from quaff.models.huggingface import open_model
 from quaff.schedule import Order, choose_order, default_chunk
 from quaff.tokenizer import Tokenizer
@@ -379,13 +379,12 @@ class LLM:
     def __init__(self, checkpoint: Checkpoint, engine_config: EngineConfig, progress: Callable[[int, int], None] | None = None) -> None:
         """`checkpoint` may be closed afterwards: weights are copied."""
         began = time.perf_counter()
-        tensors = {name: (view.shape, view.ggml_type) for name, view in checkpoint.tensors.items()}
-        model_family = family(checkpoint.architecture)
+        model = read_model(checkpoint, engine_config.context)
         self.path: Path = checkpoint.path
         self.quantized: str | None = checkpoint.quantized
-        self.config: ModelConfig = model_family.config(checkpoint.metadata, tensors)
+        self.config: ModelConfig = model.config
         self.graph: Graph = build_graph(
-            self.config, model_family, tensors, engine_config.activations, engine_config.fuse, engine_config.kv_dtype
+            model.config, model.family, model.tensors, engine_config.activations, engine_config.fuse, engine_config.kv_dtype
         )
         self.tokenizer = Tokenizer.from_metadata(checkpoint.metadata)
         self.engine_config = engine_config
@@ -396,7 +395,7 @@ class LLM:
         if limit is None and (available := available_memory_bytes()) is not None:
             limit = int(available * MEMORY_SHARE)
         self.accountant = Accountant(limit)
-        self._weights = ResidentWeights(checkpoint, threads, self.accountant, progress)
+        self._weights = ResidentWeights(model.views, threads, self.accountant, progress)
         self.chunk = engine_config.chunk or _measured_chunk(self._weights.bytes_per_weight, threads)
         pools = [_native.PagePool(len(kind.layers), kind.kv_heads, kind.dim, kind.value_bytes) for kind in self.graph.kv_kinds]
         states = [_native.StatePool(len(kind.layers), kind.size) for kind in self.graph.state_kinds]

@@ -21,7 +21,7 @@ from quaff.config import Activations, KVDtype
 from quaff.engine.runner import Runner
 from quaff.graph.builder import build_graph
 from quaff.graph.program import Graph
-from quaff.models import family
+from quaff.models import read_model
 from quaff.schedule import Cell, Order, predict
 from quaff.weights.budget import Accountant
 from quaff.weights.resident import ResidentWeights
@@ -71,13 +71,11 @@ class Tinyrun:
         if tiny is not None:
             tiny.write(path)
         with open_checkpoint(path) as checkpoint:
-            tensors = {name: (view.shape, view.ggml_type) for name, view in checkpoint.tensors.items()}
-            model_family = family(checkpoint.architecture)
-            config = model_family.config(checkpoint.metadata, tensors)
-            self.graph = graph or build_graph(config, model_family, tensors, activations, fuse, kv_dtype)
+            model = read_model(checkpoint)
+            self.graph = graph or build_graph(model.config, model.family, model.tensors, activations, fuse, kv_dtype)
             accountant = Accountant()
-            self.weights = ResidentWeights(checkpoint, 1, accountant)
-        self.vocab = config.vocab
+            self.weights = ResidentWeights(model.views, 1, accountant)
+        self.vocab = model.config.vocab
         self.pools = [_native.PagePool(len(kind.layers), kind.kv_heads, kind.dim, kind.value_bytes) for kind in self.graph.kv_kinds]
         self.state_pools = [_native.StatePool(len(kind.layers), kind.size) for kind in self.graph.state_kinds]
         self.cache = PageCache(self.graph.kv_kinds, self.pools, accountant, self.graph.state_kinds, self.state_pools)

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from tests.laws.paths import ISAS, Tinyrun, Trace, prompt, tiny_run
-from tests.tiny import CASES, read
+from tests.tiny import CASES, opened
 
 from quaff.graph.program import Graph, OpKind
 from quaff.graph.reference import Reference, ReferenceWeight, lower
@@ -17,7 +17,7 @@ LENGTH = 150
 
 def reference_weights(name: str, folder: Path) -> dict[str, ReferenceWeight]:
     """Read by the `gguf` package and lowered from the file's blocks by NumPy: nothing native has touched them."""
-    _, shapes, data = read(CASES[name].write(folder / f"{name}-reference.gguf"))
+    _, _, shapes, data = opened(CASES[name].write(folder / f"{name}-reference.gguf"))
     return {n: lower(ggml_type, data[n], shape) for n, (shape, ggml_type) in shapes.items()}
 
 

@@ -32,7 +32,7 @@ def describe(checkpoint: Checkpoint) -> dict[str, Any]:
     from quaff.errors import QuaffError
     from quaff.graph.builder import build_graph
     from quaff.measure.memory import memory_need, parameters
-    from quaff.models import family
+    from quaff.models import read_model
 
     tensors = {name: (view.shape, view.ggml_type) for name, view in checkpoint.tensors.items()}
     counts, sizes = Counter[str](), Counter[str]()
@@ -65,8 +65,8 @@ def describe(checkpoint: Checkpoint) -> dict[str, Any]:
         "memory": None,
     }
     try:
-        model_family = family(checkpoint.architecture)
-        graph = build_graph(model_family.config(metadata, tensors), model_family, tensors)
+        opened = read_model(checkpoint)
+        graph = build_graph(opened.config, opened.family, opened.tensors)
         report["memory"] = memory_need(graph, tensors).as_dict()
     except QuaffError as error:
         report["supported"], report["reason"] = False, str(error)

@@ -25,7 +25,8 @@ def bind_model(graph: Graph, weights: ResidentWeights) -> _native.Model:
     """Native programs of a graph with weights bound; stages with equal programs share one."""
     model = _native.Model(graph.config.dim, graph.config.vocab)
     for rope in graph.ropes:
-        model.add_rope(_native.RopeTable(rope.theta, rope.rotary_dim, rope.linear_factor))
+        table = _native.RopeTable(rope.theta, rope.rotary_dim, rope.factors, rope.scale, rope.temperature, rope.temperature_length)
+        model.add_rope(table)
     programs: dict[object, _native.Program] = {}
     for stage in graph.stages:
         spec = stage.program

@@ -45,8 +45,8 @@ class Shared:
     states: list[StateKind] = field(default_factory=list)
 
     def rope(self, rope: RopeConfig) -> int:
-        # Tables depend on frequencies only, not on how pairs lie.
-        key = RopeConfig(rope.theta, rope.rotary_dim, False, rope.linear_factor)
+        # Tables depend on frequencies and size, not on how pairs lie.
+        key = replace(rope, interleaved=False)
         if key not in self.ropes:
             self.ropes.append(key)
         return self.ropes.index(key)
@@ -97,6 +97,12 @@ class StageBuilder:
         self._matrix(table, self.config.dim)
         self._emit(OpKind.EMBED, (), (RESIDUAL,), (self._slot(table),), floats=(scale,))
 
+    def copy(self, x: Value) -> Value:
+        """The same values in a buffer of their own: what a linear layer that reads the residual needs."""
+        out = self._f32(x.width)
+        self._emit(OpKind.SCALE, (x.buffer,), (out.buffer,), floats=(1.0, 0.0))
+        return out
+
     def rms_norm(self, x: Value, w: WeightRef, eps: float) -> Value:
         if len(w.shape) != 1 or x.width % w.shape[0]:
             raise ConfigError(f"norm weight {w.name} of shape {w.shape} does not divide an input of width {x.width}")
@@ -118,9 +124,13 @@ class StageBuilder:
         if w.shape[0] != self.config.vocab:
             raise ConfigError(f"head {w.name} has {w.shape[0]} rows; the vocabulary has {self.config.vocab}")
         self._linear(x, w, Value(self, LOGITS, self.config.vocab))
+        if self.config.logit_scale != 1.0 or self.config.logit_softcap:
+            self._emit(OpKind.SCALE, (LOGITS,), (LOGITS,), floats=(self.config.logit_scale, self.config.logit_softcap))
 
-    def rope(self, x: Value, rope: RopeConfig) -> Value:
-        """In place: the value given and the value returned are the same buffer."""
+    def rope(self, x: Value, rope: RopeConfig | None) -> Value:
+        """In place: the value given and the value returned are the same buffer. Without a rope nothing is done."""
+        if rope is None:
+            return x
         dim = self._layer_config.attention.head_dim
         self._divides(x, dim, "rope")
         ints = (self._shared.rope(rope), x.width // dim, dim, int(rope.interleaved))
@@ -197,7 +207,7 @@ class StageBuilder:
             raise ConfigError("only the residual can be added to")
         if x.width != target.width:
             raise ConfigError(f"a value of width {x.width} cannot be added to the residual of width {target.width}")
-        self._emit(OpKind.ADD, (x.buffer,), (RESIDUAL,))
+        self._emit(OpKind.ADD, (x.buffer,), (RESIDUAL,), floats=(self.config.residual_scale,))
 
     def finish(self, kind: StageKind, fuse: bool) -> StageSpec:
         return self._stage(kind, self._ops, fuse)

@@ -13,12 +13,13 @@ Buffers of a program are numbered: 0 the residual (f32, model width), 1 the logi
 | KV_WRITE | k, v -> | | kind, layer in kind, kv_heads, head_dim | |
 | ATTEND | q -> out | | kind, layer in kind, heads, kv_heads, head_dim, window | scale, softcap |
 | GLU | gate, up -> f32 or -1, int8 or -1 | | 0 silu, 1 gelu_tanh, 2 sigmoid | |
-| ADD | src -> 0 | | | |
+| ADD | src -> 0 | | | scale: 0 + scale*src |
 | CONV | src -> f32 or -1, int8 or -1 | w [channels, taps], b (-1 none) | kind, layer in kind, channels, taps, 0 gated or 1 silu | |
 | SPLIT | src -> one per part | | heads, width of each part in a head | |
 | UNIT_NORM | buf -> the same buf | | heads, head_dim | eps, scale |
 | DELTA_GATES | a, b -> the same bufs | rate, dt [heads] | | |
 | DELTA | q, k, v, decay, beta -> out | | kind, layer in kind, key heads, value heads, key dim, value dim, tiled | |
+| SCALE | src -> buf, src itself or another | | | factor, softcap (0 none) |
 
 Integer weights of LINEAR read the int8 input when there is one; float weights, and all weights without it, read the f32 input.
 With `accumulate`, LINEAR adds to its output; a second output of RMS_NORM, GLU or CONV is the first one quantised.
@@ -65,6 +66,7 @@ class OpKind(IntEnum):
     UNIT_NORM = 11
     DELTA_GATES = 12
     DELTA = 13
+    SCALE = 14
 
 
 RECURRENT = (OpKind.CONV, OpKind.DELTA)

@@ -214,7 +214,7 @@ class _Run:
         self._values = _grown(graph.kv_kinds, state.values if state else None, len(ids))
         kinds = graph.state_kinds
         self._states = [list(s) for s in state.states] if state else [[np.zeros(k.size, np.float32)] * len(k.layers) for k in kinds]
-        self._ropes = [rope_rows(r.theta, r.rotary_dim, self._positions, r.linear_factor) for r in graph.ropes]
+        self._ropes = [rope_rows(r, self._positions) for r in graph.ropes]
 
     @property
     def logits(self) -> F32:
@@ -240,6 +240,7 @@ class _Run:
             OpKind.UNIT_NORM: self._unit_norm,
             OpKind.DELTA_GATES: self._delta_gates,
             OpKind.DELTA: self._delta,
+            OpKind.SCALE: self._scale,
         }
         for op in stage.program.ops:
             steps[op.kind](op, [None if s == NONE else self._weights[stage.weights[s]] for s in op.weights])
@@ -297,7 +298,12 @@ class _Run:
         self._store_both(op, (silu, gelu_tanh, sigmoid)[op.ints[0]](gate) * up)
 
     def _add(self, op: Op, weights: list[ReferenceWeight | None]) -> None:
-        self._f32[RESIDUAL] = self._f32[RESIDUAL] + self._f32[op.inputs[0]]
+        self._f32[RESIDUAL] = fma(self._f32[op.inputs[0]], np.float32(op.floats[0]), self._f32[RESIDUAL])
+
+    def _scale(self, op: Op, weights: list[ReferenceWeight | None]) -> None:
+        factor, cap = np.float32(op.floats[0]), np.float32(op.floats[1])
+        y = self._f32[op.inputs[0]] * factor
+        self._f32[op.outputs[0]] = cap * tanh(y * (ONE / cap)) if cap > 0 else y
 
     def _conv(self, op: Op, weights: list[ReferenceWeight | None]) -> None:
         kind, layer, channels, taps, form = op.ints

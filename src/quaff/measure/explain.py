@@ -19,7 +19,7 @@ from quaff.measure.forecast import Trial, forecast, total
 from quaff.measure.memory import bytes_per_weight, packed_bytes
 from quaff.measure.roofline import EFFICIENCY, Bound, Ceilings, bound
 from quaff.measure.table import Column, markdown
-from quaff.models import family
+from quaff.models import read_model
 from quaff.schedule import Order, choose_order, default_chunk, stage_costs
 from quaff.weights.budget import Accountant, human_bytes
 
@@ -76,9 +76,9 @@ def explain(checkpoint: Checkpoint, tokens: int, ceilings: Ceilings, chunk: int 
 
     `chunk` None: the engine's rule, from these ceilings. PromptError when the prompt does not fit the context.
     """
-    tensors = {name: (view.shape, view.ggml_type) for name, view in checkpoint.tensors.items()}
-    model_family = family(checkpoint.architecture)
-    graph = build_graph(model_family.config(checkpoint.metadata, tensors), model_family, tensors)
+    model = read_model(checkpoint)
+    tensors = model.tensors
+    graph = build_graph(model.config, model.family, tensors)
     if tokens > graph.config.context_length:
         raise PromptError(f"the prompt has {tokens} tokens, the model's context is {graph.config.context_length} tokens")
     packed = {name: packed_bytes(shape, kind) for name, (shape, kind) in tensors.items()}

@@ -2,11 +2,23 @@
 
 from __future__ import annotations
 
-from quaff.errors import UnsupportedError, quote
-from quaff.models import gemma3, lfm2, llama, qwen2, qwen35
-from quaff.models.family import Family
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
 
-FAMILIES: dict[str, Family] = {f.name: f for f in (llama.FAMILY, qwen2.FAMILY, gemma3.FAMILY, lfm2.FAMILY, qwen35.FAMILY)}
+import numpy as np
+
+from quaff.checkpoint import Checkpoint, TensorView
+from quaff.config import ModelConfig
+from quaff.errors import UnsupportedError, quote
+from quaff.models import gemma2, gemma3, granite, lfm2, llama, mistral3, olmo2, phi3, qwen2, qwen3, qwen35, smollm3
+from quaff.models.family import CONFIG_TENSORS, F32_TYPE, Family, Tensors
+from quaff.models.metadata import CONTEXT
+
+FAMILIES: dict[str, Family] = {
+    module.FAMILY.name: module.FAMILY
+    for module in (llama, qwen2, qwen3, mistral3, smollm3, granite, olmo2, phi3, gemma2, gemma3, lfm2, qwen35)
+}
 
 
 def family(architecture: str) -> Family:
@@ -14,3 +26,31 @@ def family(architecture: str) -> Family:
     if architecture not in FAMILIES:
         raise UnsupportedError(f"architecture {quote(architecture)} is not supported; supported: {', '.join(sorted(FAMILIES))}")
     return FAMILIES[architecture]
+
+
+@dataclass(frozen=True, slots=True)
+class ReadModel:
+    """A checkpoint as its family reads it: `views` are the weights by the names that stages use."""
+
+    family: Family
+    config: ModelConfig
+    views: Mapping[str, TensorView]
+
+    @property
+    def tensors(self) -> Tensors:
+        return {name: (view.shape, view.ggml_type) for name, view in self.views.items()}
+
+
+def read_model(checkpoint: Checkpoint, context: int | None = None) -> ReadModel:
+    """Read a checkpoint's configuration, to be run with at most `context` tokens (None: the model's own context).
+
+    Raises ConfigError for missing or contradictory metadata, UnsupportedError for an architecture or a feature we lack.
+    """
+    model_family = family(checkpoint.architecture)
+    tensors = {name: (view.shape, view.ggml_type) for name, view in checkpoint.tensors.items()}
+    values: dict[str, Any] = {CONTEXT: context or 0}
+    for name in CONFIG_TENSORS:
+        if name in tensors and len(tensors[name][0]) == 1 and tensors[name][1] == F32_TYPE:
+            values[name] = checkpoint.tensors[name].data.view(np.float32)
+    config = model_family.config({**checkpoint.metadata, **values}, tensors)
+    return ReadModel(model_family, config, model_family.split(config, checkpoint.tensors))

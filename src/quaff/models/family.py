@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol, overload
 
 import numpy as np
 from numpy.typing import NDArray
 
+from quaff.checkpoint import TensorView
 from quaff.config import AttentionConfig, DeltaConfig, LayerConfig, ModelConfig, RopeConfig
 from quaff.errors import ConfigError, UnsupportedError, quote
 
 Tensors = Mapping[str, tuple[tuple[int, ...], int]]
 """Name -> (shape as (rows, cols) or (n,), ggml type) of every tensor in a checkpoint."""
+
+CONFIG_TENSORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
+"""Vectors that belong to the configuration, not to an op."""
 
 F32_TYPE, F16_TYPE, BF16_TYPE = 0, 1, 30
 
@@ -82,6 +86,7 @@ class Builder(Protocol):
     @residual.setter
     def residual(self, value: Value) -> None: ...
     def embed(self, table: WeightRef, scale: float) -> None: ...
+    def copy(self, x: Value) -> Value: ...
     def rms_norm(self, x: Value, w: WeightRef, eps: float) -> Value: ...
     @overload
     def linear(self, x: Value, w: WeightRef, /) -> Value: ...
@@ -89,7 +94,7 @@ class Builder(Protocol):
     def linear(self, x: Value, w1: WeightRef, w2: WeightRef, /) -> tuple[Value, Value]: ...
     @overload
     def linear(self, x: Value, w1: WeightRef, w2: WeightRef, w3: WeightRef, /) -> tuple[Value, Value, Value]: ...
-    def rope(self, x: Value, rope: RopeConfig) -> Value: ...
+    def rope(self, x: Value, rope: RopeConfig | None) -> Value: ...
     def attention(self, q: Value, k: Value, v: Value, attention: AttentionConfig) -> Value: ...
     def gated_conv(self, x: Value, w: WeightRef) -> Value: ...
     def conv(self, x: Value, w: WeightRef) -> Value: ...
@@ -135,6 +140,7 @@ class HuggingFace:
 class Family:
     """One architecture. `refused` names tensors that mean a feature we lack, with the feature's name.
 
+    `parts`: role of a tensor that holds the rows of several weights -> their roles and rows, in order; the table names the weights.
     Without `huggingface` only GGUF files hold it. The rest is for `quaff models`: what a layer may be, and the implementation whose float32
     logits of a tiny model (tests/goldens/families) ours agree with to `tolerance` times their range.
     """
@@ -148,9 +154,29 @@ class Family:
     head: Callable[[Builder, ModelConfig, Weights], None]
     refused: Mapping[str, str]
     huggingface: HuggingFace | None = None
+    parts: Callable[[ModelConfig], Mapping[str, Mapping[str, int]]] | None = None
     layer_kinds: tuple[str, ...] = ("attention",)
     oracle: str = "transformers"
     tolerance: float = 1e-4
+
+    def split(self, config: ModelConfig, views: Mapping[str, TensorView]) -> dict[str, TensorView]:
+        """The tensors of a checkpoint, those of several `parts` as one view for each. ConfigError when one has too many or too few rows."""
+        parts = self.parts(config) if self.parts is not None else {}
+        out: dict[str, TensorView] = {}
+        for name, view in views.items():
+            *prefix, role, suffix = name.split(".") if name.count(".") else ("", name)
+            if role not in parts:
+                out[name] = view
+                continue
+            whole = sum(parts[role].values())
+            if view.shape[0] != whole:
+                raise ConfigError(f"tensor {name} has {view.shape[0]} rows; the metadata says {whole}, of {', '.join(parts[role])}")
+            begin = 0
+            for part, rows in parts[role].items():
+                own = ".".join((*prefix, part, suffix))
+                out[own] = _rows(view, own, begin, rows)
+                begin += rows
+        return out
 
     def check(self, config: ModelConfig, tensors: Tensors) -> None:
         """Compare the checkpoint with the table, both ways. ConfigError names the tensor that is missing, unexpected or misshapen."""
@@ -174,14 +200,27 @@ class Family:
                 raise UnsupportedError(f"{what} {spec.name} has ggml type {ggml_type}; {which} must be F32")
 
 
+def _rows(view: TensorView, name: str, begin: int, rows: int) -> TensorView:
+    """Rows begin .. begin + rows - 1 of a tensor as a tensor of their own; rows are whole blocks, so nothing is copied."""
+    nbytes = view.nbytes // view.shape[0]
+
+    def read() -> NDArray[np.uint8]:
+        return view.data[begin * nbytes : (begin + rows) * nbytes]
+
+    return replace(view, name=name, shape=(rows, *view.shape[1:]), nbytes=rows * nbytes, read=read)
+
+
 def decoder_table(config: ModelConfig, layer: Mapping[str, tuple[int, ...]], biased: Mapping[str, bool]) -> tuple[TensorSpec, ...]:
-    """Table of a decoder: embedding, final norm, optional head (absent: the embedding is the head), and per layer the roles in `layer`;
-    roles in `biased` must (True) or may (False) have a bias."""
+    """Table of a decoder: embedding, final norm, optional head (absent: the embedding is the head), optional factors of rotary
+    frequencies, and per layer the roles in `layer`; roles in `biased` must (True) or may (False) have a bias."""
 
     def specs() -> Iterator[TensorSpec]:
         yield TensorSpec("token_embd.weight", (config.vocab, config.dim))
         yield TensorSpec("output_norm.weight", (config.dim,))
         yield TensorSpec("output.weight", (config.vocab, config.dim), optional=True)
+        frequencies = max((layer.rope.rotary_dim // 2 for layer in config.layers if layer.rope), default=0)
+        for name in CONFIG_TENSORS if frequencies else ():
+            yield TensorSpec(name, (frequencies,), optional=True)
         for i in range(len(config.layers)):
             for role, shape in layer.items():
                 yield TensorSpec(f"blk.{i}.{role}.weight", shape)

@@ -21,6 +21,7 @@ from quaff.models.imported import (
     rope_parameters,
 )
 from quaff.models.metadata import MetadataReader, head_dim, model_name
+from quaff.models.rope import read_rope
 
 PATTERN = 6
 LAYERS_27B = 62
@@ -37,12 +38,10 @@ def config(metadata: Mapping[str, Any], tensors: Tensors) -> ModelConfig:
     # The 27B model divides by the width per head instead of the head dimension.
     scale = float(np.float32(1 / np.sqrt(float(dim // heads if layers == LAYERS_27B else size))))
     # llama.cpp's default for this architecture is 10000 (its base for global layers comes from the file); sliding layers are never scaled.
-    rotary, factor = m.integer("rope.dimension_count", size), m.linear_rope_factor()
-    full = LayerConfig(
-        "full", AttentionConfig(heads, kv_heads, size, 0, scale), RopeConfig(m.number("rope.freq_base"), rotary, False, factor)
-    )
-    theta = m.number("rope.freq_base_swa", 10000.0)
-    sliding = LayerConfig("sliding", AttentionConfig(heads, kv_heads, size, window, scale), RopeConfig(theta, rotary, False))
+    rope = read_rope(m, size, interleaved=False, default_theta=None)
+    full = LayerConfig("full", AttentionConfig(heads, kv_heads, size, 0, scale), rope)
+    plain = RopeConfig(m.number("rope.freq_base_swa", 10000.0), rope.rotary_dim, False)
+    sliding = LayerConfig("sliding", AttentionConfig(heads, kv_heads, size, window, scale), plain)
     c = ModelConfig(
         architecture="gemma3",
         name=model_name(metadata),
@@ -58,16 +57,14 @@ def config(metadata: Mapping[str, Any], tensors: Tensors) -> ModelConfig:
     return c
 
 
-def table(c: ModelConfig) -> tuple[TensorSpec, ...]:
+def table(c: ModelConfig, qk_norm: bool = True) -> tuple[TensorSpec, ...]:
     a = c.layers[0].attention
     q, kv = a.heads * a.head_dim, a.kv_heads * a.head_dim
-    layer = {
+    layer: dict[str, tuple[int, ...]] = {
         "attn_norm": (c.dim,),
         "attn_q": (q, c.dim),
         "attn_k": (kv, c.dim),
         "attn_v": (kv, c.dim),
-        "attn_q_norm": (a.head_dim,),
-        "attn_k_norm": (a.head_dim,),
         "attn_output": (c.dim, q),
         "post_attention_norm": (c.dim,),
         "ffn_norm": (c.dim,),
@@ -76,15 +73,17 @@ def table(c: ModelConfig) -> tuple[TensorSpec, ...]:
         "ffn_down": (c.dim, c.ffn_dim),
         "post_ffw_norm": (c.dim,),
     }
+    if qk_norm:
+        layer |= {"attn_q_norm": (a.head_dim,), "attn_k_norm": (a.head_dim,)}
     return decoder_table(c, layer, biased={})
 
 
 def mixer(g: Builder, c: ModelConfig, layer: LayerConfig, w: Weights) -> None:
     h = g.rms_norm(g.residual, w.attn_norm, c.eps)
     q, k, v = g.linear(h, w.attn_q, w.attn_k, w.attn_v)
-    q = g.rope(g.rms_norm(q, w.attn_q_norm, c.eps), layer.rope)
-    k = g.rope(g.rms_norm(k, w.attn_k_norm, c.eps), layer.rope)
-    a = g.linear(g.attention(q, k, v, layer.attention), w.attn_output)
+    if "attn_q_norm" in w:
+        q, k = g.rms_norm(q, w.attn_q_norm, c.eps), g.rms_norm(k, w.attn_k_norm, c.eps)
+    a = g.linear(g.attention(g.rope(q, layer.rope), g.rope(k, layer.rope), v, layer.attention), w.attn_output)
     g.residual += g.rms_norm(a, w.post_attention_norm, c.eps)
 
 
@@ -148,7 +147,7 @@ FAMILY = Family(
     mixer,
     ffn,
     llama.head,
-    refused={"rope_freqs.weight": "rope scaling by frequency factors"},
+    refused={},
     huggingface=HuggingFace(("gemma3_text",), imported_metadata, imported_tensors, IGNORED),
     layer_kinds=("sliding attention", "attention"),
     oracle="transformers, llama.cpp",

@@ -7,19 +7,20 @@ from typing import Any
 
 import numpy as np
 
-from quaff.config import AttentionConfig, LayerConfig, ModelConfig, RopeConfig
+from quaff.config import AttentionConfig, LayerConfig, ModelConfig
 from quaff.errors import ConfigError
 from quaff.models import llama
 from quaff.models.family import Builder, Family, HuggingFace, Imported, Tensors, TensorSpec, Weights, vocab_size
 from quaff.models.imported import Array, decoder_metadata, decoder_tensors, expect, rope_metadata, rope_parameters
 from quaff.models.metadata import MetadataReader, head_dim, model_name
+from quaff.models.rope import read_rope
 
 
 def config(metadata: Mapping[str, Any], tensors: Tensors) -> ModelConfig:
     m = MetadataReader(metadata, "lfm2")
     dim, heads, layers = m.integer("embedding_length"), m.integer("attention.head_count"), m.layers()
     size, taps = head_dim(m, dim, heads), m.integer("shortconv.l_cache")
-    rope = RopeConfig(m.number("rope.freq_base"), m.integer("rope.dimension_count", size), False, m.linear_rope_factor())
+    rope = read_rope(m, size, interleaved=False, default_theta=None)
     # A layer without KV heads is a convolution.
     kv_heads = m.per_layer("attention.head_count_kv", layers)
     if not any(kv_heads):

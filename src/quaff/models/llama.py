@@ -1,4 +1,4 @@
-"""Llama: pre-norm decoder with grouped-query attention and a gated SiLU network (SmolLM2, Llama 2, Mistral and their kin)."""
+"""Llama: pre-norm decoder with grouped-query attention and a gated SiLU network (SmolLM2, Llama 2 and 3, Mistral and their kin)."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ from typing import Any
 
 import numpy as np
 
-from quaff.config import AttentionConfig, LayerConfig, ModelConfig, RopeConfig
+from quaff.config import AttentionConfig, LayerConfig, ModelConfig
 from quaff.models.family import Builder, Family, HuggingFace, Tensors, TensorSpec, Weights, decoder_table, vocab_size
 from quaff.models.imported import IGNORED, decoder_metadata, decoder_tensors, rope_metadata, rope_parameters
 from quaff.models.metadata import MetadataReader, head_dim, model_name
+from quaff.models.rope import read_rope
 
 # Biases of the attention's projections, by whether a file must have them: few Llama files do.
 BIASES = {"attn_q": False, "attn_k": False, "attn_v": False, "attn_output": False}
@@ -19,33 +20,40 @@ BIASES = {"attn_q": False, "attn_k": False, "attn_v": False, "attn_output": Fals
 
 def config(metadata: Mapping[str, Any], tensors: Tensors, architecture: str = "llama", interleaved: bool = True) -> ModelConfig:
     m = MetadataReader(metadata, architecture)
+    c = read(m, metadata, tensors, architecture, interleaved)
+    m.finish()
+    return c
+
+
+def read(m: MetadataReader, metadata: Mapping[str, Any], tensors: Tensors, architecture: str, interleaved: bool) -> ModelConfig:
+    """The keys that Llama and its kin share. `interleaved`: the converter permutes q and k so that rotary pairs lie side by side."""
     m.refuse_unless("expert_count", (0,), "mixture of experts")
     m.refuse_unless("expert_used_count", (0,), "mixture of experts")
     m.refuse_unless("attention.causal", (True,), "attention without a causal mask")
-    dim, heads = m.integer("embedding_length"), m.integer("attention.head_count")
-    size = head_dim(m, dim, heads)
-    # The converter permutes Llama's q and k so that rotary pairs lie side by side.
-    rotary, factor = m.integer("rope.dimension_count", size), m.linear_rope_factor()
-    rope = RopeConfig(m.number("rope.freq_base", 10000.0), rotary, interleaved, factor)
-    attention = AttentionConfig(heads, m.integer("attention.head_count_kv", heads), size, 0, float(np.float32(1 / np.sqrt(float(size)))))
-    c = ModelConfig(
+    dim, heads, length = m.integer("embedding_length"), m.integer("attention.head_count"), m.integer("context_length")
+    size, window = head_dim(m, dim, heads), m.integer("attention.sliding_window", 0)
+    # A window that no row can outgrow hides nothing.
+    window = 0 if window >= length else window
+    scale = float(np.float32(1 / np.sqrt(float(max(1, size)))))
+    attention = AttentionConfig(heads, m.integer("attention.head_count_kv", heads), size, window, scale)
+    layer = LayerConfig("sliding" if window else "full", attention, read_rope(m, size, interleaved))
+    return ModelConfig(
         architecture=architecture,
         name=model_name(metadata),
         dim=dim,
         ffn_dim=m.integer("feed_forward_length"),
         vocab=vocab_size(metadata, tensors, m.integer("vocab_size", 0)),
-        context_length=m.integer("context_length"),
+        context_length=length,
         eps=m.number("attention.layer_norm_rms_epsilon"),
-        layers=(LayerConfig("full", attention, rope),) * m.layers(),
+        layers=(layer,) * m.layers(),
     )
-    m.finish()
-    return c
 
 
-def table(c: ModelConfig, biased: Mapping[str, bool] = BIASES) -> tuple[TensorSpec, ...]:
+def table(c: ModelConfig, biased: Mapping[str, bool] = BIASES, qk_norm: bool = False) -> tuple[TensorSpec, ...]:
+    """`qk_norm`: queries and keys are normalised head by head before they turn."""
     a = c.layers[0].attention
     q, kv = a.heads * a.head_dim, a.kv_heads * a.head_dim
-    layer = {
+    layer: dict[str, tuple[int, ...]] = {
         "attn_norm": (c.dim,),
         "attn_q": (q, c.dim),
         "attn_k": (kv, c.dim),
@@ -56,6 +64,8 @@ def table(c: ModelConfig, biased: Mapping[str, bool] = BIASES) -> tuple[TensorSp
         "ffn_up": (c.ffn_dim, c.dim),
         "ffn_down": (c.dim, c.ffn_dim),
     }
+    if qk_norm:
+        layer |= {"attn_q_norm": (a.head_dim,), "attn_k_norm": (a.head_dim,)}
     return decoder_table(c, layer, biased)
 
 
@@ -66,7 +76,9 @@ def embed(g: Builder, c: ModelConfig, w: Weights) -> None:
 def mixer(g: Builder, c: ModelConfig, layer: LayerConfig, w: Weights) -> None:
     h = g.rms_norm(g.residual, w.attn_norm, c.eps)
     q, k, v = g.linear(h, w.attn_q, w.attn_k, w.attn_v)
-    a = g.attention(g.rope(q, layer.rope), g.rope(k, layer.rope), v, layer.attention)
+    if "attn_q_norm" in w:
+        q, k = g.rms_norm(q, w.attn_q_norm, c.eps), g.rms_norm(k, w.attn_k_norm, c.eps)
+    a = g.attention(g.rope(q, layer.query_rope or layer.rope), g.rope(k, layer.rope), v, layer.attention)
     g.residual += g.linear(a, w.attn_output)
 
 
@@ -94,7 +106,7 @@ FAMILY = Family(
     mixer,
     ffn,
     head,
-    refused={"rope_freqs.weight": "rope scaling by frequency factors (llama3)"},
+    refused={},
     huggingface=HuggingFace(("llama",), imported_metadata, partial(decoder_tensors, interleaved=True), IGNORED),
     oracle="transformers, llama.cpp",
 )

@@ -12,7 +12,11 @@ from quaff.config import MAX_LAYERS
 from quaff.errors import ConfigError, UnsupportedError, quote
 
 # Written by converters, without any effect on the computation.
-HARMLESS = ("tensor_data_layout", "use_parallel_residual", "rope.scaling.original_context_length", "rope.scaling.finetuned")
+HARMLESS = ("tensor_data_layout", "use_parallel_residual", "rope.scaling.finetuned", "rope.scaling.original_context_length")
+
+
+CONTEXT = "quaff.context"
+"""Beside a file's own keys: the context in tokens that the model is opened for."""
 
 
 class MetadataReader:
@@ -52,6 +56,29 @@ class MetadataReader:
             raise ConfigError(f"metadata key {full} is {quote(str(values))}; expected {layers} integers >= 0")
         return tuple(values)
 
+    def sliding(self, key: str, layers: int, period: int) -> tuple[bool, ...]:
+        """Which layers see a window: a flag per layer, or a period whose last layer sees everything (0: none does)."""
+        full = f"{self._architecture}.{key}"
+        value = self._metadata.get(full)
+        if not isinstance(value, np.ndarray | list):
+            every = self.integer(key, period)
+            return tuple(every == 0 or (i + 1) % every != 0 for i in range(layers))
+        self._seen.add(full)
+        values = [bool(v) for v in value if v in (0, 1)]
+        if len(values) != layers or len(value) != layers:
+            raise ConfigError(f"metadata key {full} is {quote(str(list(value)))}; expected {layers} flags")
+        return tuple(values)
+
+    def vector(self, name: str) -> tuple[float, ...] | None:
+        """Values of a small tensor that is part of the configuration; None when the file has none. `read_model` puts them here."""
+        values = self._metadata.get(name)
+        return None if values is None else tuple(float(v) for v in values)
+
+    @property
+    def context(self) -> int:
+        """Tokens that the caller will run the model with at most; 0 when he did not say."""
+        return int(self._metadata.get(CONTEXT, 0))
+
     def number(self, key: str, default: float | None = None) -> float:
         """A finite number; integers are accepted."""
         full, value = self._get(key)
@@ -74,14 +101,6 @@ class MetadataReader:
         full, value = self._get(key)
         if value is not None and value not in allowed:
             raise UnsupportedError(f"{feature} is not supported ({full} {_fault(value)})")
-
-    def linear_rope_factor(self) -> float:
-        """Factor that positions are divided by: the scaling types none and linear; UnsupportedError names any other (yarn ...)."""
-        factor = self.number("rope.scaling.factor", 0.0) or self.number("rope.scale_linear", 0.0)
-        kind = self.text("rope.scaling.type", "linear" if factor else "none")
-        if kind not in ("none", "linear"):
-            raise UnsupportedError(f"rope scaling of type {quote(kind)} is not supported; supported: none, linear")
-        return factor if kind == "linear" and factor else 1.0
 
     def layers(self) -> int:
         """Number of layers, bounded before anything is built from it."""

@@ -7,13 +7,14 @@ from typing import Any
 
 import numpy as np
 
-from quaff.config import AttentionConfig, LayerConfig, ModelConfig, RopeConfig
+from quaff.config import AttentionConfig, LayerConfig, ModelConfig
 from quaff.errors import ConfigError
 from quaff.models import llama
 from quaff.models.deltanet import delta_config, delta_imported, delta_metadata, delta_net, delta_tensors
 from quaff.models.family import Builder, Family, HuggingFace, Imported, Tensors, TensorSpec, Weights, vocab_size
 from quaff.models.imported import DECODER, decoder_metadata, decoder_tensors, expect, heads_of, rope_metadata, rope_parameters
 from quaff.models.metadata import MetadataReader, head_dim, model_name
+from quaff.models.rope import read_rope
 
 
 def config(metadata: Mapping[str, Any], tensors: Tensors) -> ModelConfig:
@@ -23,7 +24,7 @@ def config(metadata: Mapping[str, Any], tensors: Tensors) -> ModelConfig:
     size, interval = head_dim(m, dim, heads), m.integer("full_attention_interval", 4)
     # Rows, columns and time of a text are one position: its sections turn as one.
     m.per_layer("rope.dimension_sections", 4, default=0)
-    rope = RopeConfig(m.number("rope.freq_base"), m.integer("rope.dimension_count", size), False, m.linear_rope_factor())
+    rope = read_rope(m, size, interleaved=False, default_theta=None)
     if interval < 1:
         raise ConfigError("qwen35.full_attention_interval is 0; expected how many layers one attends of")
     attention = AttentionConfig(heads, m.integer("attention.head_count_kv", heads), size, 0, float(np.float32(1 / np.sqrt(float(size)))))

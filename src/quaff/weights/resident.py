@@ -1,4 +1,4 @@
-"""All weights in memory: every tensor of a checkpoint packed once into panels."""
+"""All weights in memory: every tensor of a model packed once into panels."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 import numpy as np
 
 from quaff import _native
-from quaff.checkpoint import Checkpoint, TensorView
+from quaff.checkpoint import TensorView
 from quaff.errors import CheckpointError, MemoryBudgetError, quote
 from quaff.weights.budget import Accountant
 
@@ -17,19 +17,22 @@ class ResidentWeights:
 
     def __init__(
         self,
-        checkpoint: Checkpoint,
+        views: Mapping[str, TensorView],
         threads: int,
         accountant: Accountant,
         progress: Callable[[int, int], None] | None = None,
     ) -> None:
-        """`progress` gets (bytes read, bytes in all). Raises MemoryBudgetError, or CheckpointError for values that are not finite."""
+        """Pack `views`, tensors by name. `progress` gets (bytes read, bytes in all).
+
+        Raises MemoryBudgetError, or CheckpointError for values that are not finite.
+        """
         self._accountant = accountant
         self._weights: dict[str, _native.Weight] = {}
         self.loaded_bytes = 0
-        total = sum(view.nbytes for view in checkpoint.tensors.values())
+        total = sum(view.nbytes for view in views.values())
         done = 0
         try:
-            for name, view in checkpoint.tensors.items():
+            for name, view in views.items():
                 self._weights[name] = self._load(view, threads)
                 done += view.nbytes
                 if progress is not None:

@@ -14,7 +14,7 @@ from gguf.quants import dequantize
 
 import quaff
 from quaff.checkpoint import open_checkpoint
-from quaff.models import family
+from quaff.models import read_model
 
 # SHA-256 of tensors, seed 1: a change means that speeds measured before and after are of different files.
 DATA = {
@@ -53,10 +53,9 @@ def test_both_readers_see_the_same_sound_model(tmp_path: Path, kind: str, name: 
         assert seen == {n: (size, t) for n, size, t in tensors(shape, kind)}
         for n, view in checkpoint.tensors.items():
             assert view.data.tobytes() == theirs[n].data.tobytes()
-        shapes = {n: (v.shape, v.ggml_type) for n, v in checkpoint.tensors.items()}
-        f = family(checkpoint.architecture)
-        config = f.config(checkpoint.metadata, shapes)
-        f.check(config, shapes)
+        model = read_model(checkpoint)
+        config = model.config
+        model.family.check(config, model.tensors)
     assert (config.architecture, config.dim, config.ffn_dim) == (shape.architecture, shape.dim, shape.ffn_dim)
     assert (len(config.layers), config.vocab) == (shape.layers, shape.vocab)
     for n, t in theirs.items():

@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from tests.tiny import CASES, Tiny, read
+from tests.tiny import CASES, Tiny, opened
 
 from quaff.config import ModelConfig
 from quaff.errors import ConfigError, UnsupportedError
@@ -16,12 +16,12 @@ from quaff.graph.program import F32, INT8, NONE, SCRATCH, Graph, Op, OpKind, Pro
 from quaff.models import family
 from quaff.models.family import Tensors, WeightRef
 
-IN_PLACE = (OpKind.ROPE, OpKind.UNIT_NORM, OpKind.DELTA_GATES)
+IN_PLACE = (OpKind.ROPE, OpKind.SCALE, OpKind.UNIT_NORM, OpKind.DELTA_GATES)
 
 
 def load(path: Path, tiny: Tiny) -> tuple[ModelConfig, Tensors]:
-    metadata, tensors, _ = read(tiny.write(path / "m.gguf"))
-    return family(tiny.architecture).config(metadata, tensors), tensors
+    _, config, tensors, _ = opened(tiny.write(path / "m.gguf"))
+    return config, tensors
 
 
 def graph(path: Path, name: str, activations: str = "int8", fuse: bool = True) -> Graph:
@@ -53,10 +53,10 @@ def test_llama_stages(tmp_path: Path) -> None:
 def test_gemma3_stages(tmp_path: Path) -> None:
     g = graph(tmp_path, "gemma3-wide")
     mixer, ffn = g.stages[1], g.stages[2]
-    assert kinds(mixer.program) == "RMS_NORM LINEAR RMS_NORM ROPE RMS_NORM ROPE KV_WRITE ATTEND QUANTIZE LINEAR RMS_NORM ADD"
+    assert kinds(mixer.program) == "RMS_NORM LINEAR RMS_NORM RMS_NORM ROPE ROPE KV_WRITE ATTEND QUANTIZE LINEAR RMS_NORM ADD"
     assert kinds(ffn.program) == "RMS_NORM LINEAR GLU LINEAR RMS_NORM ADD"
     assert [(k.name, k.layers, k.window) for k in g.kv_kinds] == [("sliding", (0, 1, 2, 3, 4, 6), 80), ("full", (5,), 0)]
-    assert [(r.theta, r.linear_factor) for r in g.ropes] == [(10000.0, 1.0), (1e6, 8.0)]
+    assert [(r.theta, r.factors) for r in g.ropes] == [(10000.0, ()), (1e6, (8.0,) * 8)]
     attends = [op.ints[:2] for s in g.stages for op in s.program.ops if op.kind == OpKind.ATTEND]
     assert attends == [(0, 0), (0, 1), (0, 2), (0, 3), (0, 4), (1, 0), (0, 5)]
 
@@ -89,10 +89,7 @@ def test_buffers_never_alias_while_alive(tmp_path: Path) -> None:
                 used = {b for op in stage.program.ops for b in (*op.inputs, *op.outputs) if b >= SCRATCH}
                 assert used == {SCRATCH + i for i in range(len(stage.program.buffers))}, "no buffer is unused"
                 for op in stage.program.ops:
-                    assert op.kind in IN_PLACE or not set(op.outputs) & set(op.inputs) - {
-                        NONE,
-                        0,
-                    }
+                    assert op.kind in IN_PLACE or not set(op.outputs) & set(op.inputs) - {NONE, 0}
 
 
 def test_fusion_saves_launches_and_scratch(tmp_path: Path) -> None:
@@ -113,7 +110,7 @@ def test_codes_of_a_rewritten_buffer_are_not_reused() -> None:
         Op(OpKind.QUANTIZE, (2,), (5,)),
         Op(OpKind.LINEAR, (5, NONE), (6,), (2, NONE), (1, 0)),
         Op(OpKind.GLU, (4, 6), (7, NONE), (), (0,)),
-        Op(OpKind.ADD, (7,), (0,)),
+        Op(OpKind.ADD, (7,), (0,), floats=(1.0,)),
     )
     program = ProgramSpec(((32, F32), (32, INT8), (32, F32), (32, INT8), (32, F32), (32, F32)), ops)
     fused = share_buffers(fuse(program))
@@ -123,7 +120,7 @@ def test_codes_of_a_rewritten_buffer_are_not_reused() -> None:
 def test_a_linear_result_read_twice_is_not_folded_into_the_residual() -> None:
     ops = (
         Op(OpKind.LINEAR, (NONE, 0), (2,), (0, NONE), (1, 0)),
-        Op(OpKind.ADD, (2,), (0,)),
+        Op(OpKind.ADD, (2,), (0,), floats=(1.0,)),
         Op(OpKind.LINEAR, (NONE, 2), (1,), (1, NONE), (1, 0)),
     )
     assert fuse(ProgramSpec(((32, F32),), ops)).ops == ops

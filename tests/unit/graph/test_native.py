@@ -8,8 +8,10 @@ import numpy as np
 import pytest
 
 from quaff import _native
+from quaff.config import RopeConfig
 from quaff.graph import arithmetic
 from quaff.graph.rope_table import rope_rows
+from quaff.models.rope import llama3_factors, yarn_factors, yarn_scale
 
 
 @pytest.fixture(params=_native.available_isas())
@@ -20,11 +22,28 @@ def isa(request: pytest.FixtureRequest) -> Iterator[str]:
     _native.set_isa(before)
 
 
-@pytest.mark.parametrize(("theta", "dim", "factor"), [(10000.0, 64, 1.0), (1e6, 256, 1.0), (1e6, 16, 8.0), (500000.0, 128, 1.0)])
-def test_rope_tables(theta: float, dim: int, factor: float) -> None:
+@pytest.mark.parametrize(
+    "rope",
+    [
+        RopeConfig(10000.0, 64, True),
+        RopeConfig(1e6, 256, True),
+        RopeConfig(1e6, 16, True, (8.0,) * 8),
+        RopeConfig(500000.0, 128, False, llama3_factors(500000.0, 128, 8.0, 1.0, 4.0, 8192)),
+        RopeConfig(1e6, 128, False, yarn_factors(1e6, 128, 4.0, 32768), yarn_scale(4.0)),
+        RopeConfig(1e6, 128, False, temperature=0.1, temperature_length=100),
+        RopeConfig(1e6, 8, False, (1.0, 1e30, 1.0, 0.5), 0.7),
+    ],
+)
+def test_rope_tables(rope: RopeConfig) -> None:
     positions = np.concatenate([np.arange(300), [1023, 1024, 99_999]]).astype(np.int32)
-    native = _native.RopeTable(theta, dim, factor).rows(positions)
-    assert native.tobytes() == rope_rows(theta, dim, positions, factor).tobytes()
+    native = _native.RopeTable(rope.theta, rope.rotary_dim, rope.factors, rope.scale, rope.temperature, rope.temperature_length)
+    assert native.rows(positions).tobytes() == rope_rows(rope, positions).tobytes()
+
+
+def test_impossible_rope_tables_are_refused() -> None:
+    for wrong in ((1e4, 15), (1.0, 16), (1e4, 16, (1.0,) * 7), (1e4, 16, (0.0,) * 8), (1e4, 16, (), 0.0), (1e4, 16, (), 1.0, 0.1, 0)):
+        with pytest.raises(ValueError, match="no RoPE table"):
+            _native.RopeTable(*wrong)
 
 
 def test_functions(isa: str) -> None:

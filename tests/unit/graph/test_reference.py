@@ -11,15 +11,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
-from tests.tiny import CASES, prompt, read
+from tests.tiny import CASES, opened, prompt
 
-from quaff.config import DeltaConfig, LayerConfig, ModelConfig
+from quaff.config import DeltaConfig, LayerConfig
 from quaff.errors import PromptError
 from quaff.graph import reference
 from quaff.graph.builder import build_graph
 from quaff.graph.program import Graph
 from quaff.graph.reference import Reference, ReferenceWeight, lower
-from quaff.models import family
 from quaff.models.family import Tensors
 
 F64 = NDArray[np.float64]
@@ -27,9 +26,7 @@ F64 = NDArray[np.float64]
 
 class Model:
     def __init__(self, path: Path, name: str) -> None:
-        metadata, self.tensors, self.data = read(CASES[name].write(path / "m.gguf"))
-        self.family = family(metadata["general.architecture"])
-        self.config: ModelConfig = self.family.config(metadata, self.tensors)
+        self.family, self.config, self.tensors, self.data = opened(CASES[name].write(path / "m.gguf"))
         self.weights: dict[str, ReferenceWeight] = {n: lower(t, self.data[n], s) for n, (s, t) in self.tensors.items()}
 
     def graph(self, activations: Any = "int8", fuse: bool = True) -> Graph:
@@ -57,22 +54,33 @@ def dense(m: Model, tokens: list[int]) -> F64:
     for name, (shape, ggml_type) in m.tensors.items():
         values = gguf.quants.dequantize(m.data[name], gguf.GGMLQuantizationType(ggml_type))
         w[name] = values.reshape(shape).astype(np.float64)
-    n, gemma, qwen35 = len(tokens), c.architecture == "gemma3", c.architecture == "qwen35"
+    n, gemma, qwen35 = len(tokens), c.architecture in ("gemma2", "gemma3"), c.architecture == "qwen35"
     i, j = np.arange(n)[:, None], np.arange(n)[None, :]
 
     def norm(x: F64, name: str) -> F64:
-        return x / np.sqrt((x**2).mean(axis=-1, keepdims=True) + c.eps) * w[name]
+        """Over vectors as long as the weight; without a weight there is no norm."""
+        if name not in w:
+            return x
+        y = x.reshape(n, -1, len(w[name]))
+        return (y / np.sqrt((y**2).mean(axis=-1, keepdims=True) + c.eps) * w[name]).reshape(x.shape)
 
     def linear(x: F64, name: str) -> F64:
         return x @ w[f"{name}.weight"].T + w.get(f"{name}.bias", 0.0)
 
     def turn(x: F64, rope: Any) -> F64:
-        inverse = rope.theta ** (-np.arange(0, rope.rotary_dim, 2) / rope.rotary_dim) / rope.linear_factor
-        turned = np.exp(1j * i * inverse)[:, None, :]
-        pairs = x.reshape(*x.shape[:2], -1, 2) if rope.interleaved else x.reshape(*x.shape[:2], 2, -1).swapaxes(2, 3)
+        if rope is None:
+            return x
+        inverse = rope.theta ** (-np.arange(0, rope.rotary_dim, 2) / rope.rotary_dim) / np.array(rope.factors or (1.0,))
+        size = rope.scale * (1 + (rope.temperature * np.log(1 + i // rope.temperature_length) if rope.temperature else 0.0))
+        turned = (size * np.exp(1j * i * inverse))[:, None, :]
+        part, rest = np.split(x, [rope.rotary_dim], axis=2)
+        pairs = part.reshape(*x.shape[:2], -1, 2) if rope.interleaved else part.reshape(*x.shape[:2], 2, -1).swapaxes(2, 3)
         z = (pairs[..., 0] + 1j * pairs[..., 1]) * turned
         out = np.stack([z.real, z.imag], axis=-1 if rope.interleaved else 2)
-        return out.reshape(x.shape)
+        return np.concatenate([out.reshape(part.shape), rest], axis=2)
+
+    def cap(x: F64, top: float) -> F64:
+        return top * np.tanh(x / top) if top else x
 
     def causal(x: F64, taps: F64) -> F64:
         last = taps.shape[1] - 1
@@ -108,12 +116,10 @@ def dense(m: Model, tokens: list[int]) -> F64:
         k, v = (linear(h, f"{blk}{r}").reshape(n, a.kv_heads, a.head_dim) for r in ("attn_k", "attn_v"))
         if qwen35:
             q, gate = np.split(q, 2, axis=2)
-        if f"{blk}attn_q_norm.weight" in w:
-            q, k = norm(q, f"{blk}attn_q_norm.weight"), norm(k, f"{blk}attn_k_norm.weight")
-        r = layer.rope.rotary_dim
-        q, k = (np.concatenate([turn(t[..., :r], layer.rope), t[..., r:]], axis=2) for t in (q, k))
+        q, k = norm(q, f"{blk}attn_q_norm.weight"), norm(k, f"{blk}attn_k_norm.weight")
+        q, k = turn(q, layer.query_rope or layer.rope), turn(k, layer.rope)
         k, v = (np.repeat(t, a.heads // a.kv_heads, axis=1) for t in (k, v))
-        s = np.einsum("ihd,jhd->hij", q, k) / np.sqrt(a.head_dim)
+        s = cap(np.einsum("ihd,jhd->hij", q, k) * (0.125 if c.architecture == "granite" else 1 / np.sqrt(a.head_dim)), a.softcap)
         hidden = (j > i) | ((j <= i - a.window) if a.window else False)
         s = np.where(hidden, -np.inf, s)
         p = np.exp(s - s.max(axis=-1, keepdims=True))
@@ -121,19 +127,19 @@ def dense(m: Model, tokens: list[int]) -> F64:
         y = np.einsum("hij,jhd->ihd", p, v)
         return linear((y * sigmoid(gate) if qwen35 else y).reshape(n, -1), f"{blk}attn_output")
 
-    x = w["token_embd.weight"][tokens] * (np.sqrt(c.dim) if gemma else 1.0)
+    x = w["token_embd.weight"][tokens] * (np.sqrt(c.dim) if gemma else c.embedding_scale)
     for number, layer in enumerate(c.layers):
         blk = f"blk.{number}."
         h = norm(x, f"{blk}attn_norm.weight")
         y = short_conv(h, blk) if layer.kind == "conv" else delta_net(h, blk, layer.delta) if layer.delta else attention(h, blk, layer)
-        x = x + (norm(y, f"{blk}post_attention_norm.weight") if gemma else y)
+        x = x + c.residual_scale * (y if qwen35 else norm(y, f"{blk}post_attention_norm.weight"))
         h = norm(x, f"{blk}post_attention_norm.weight" if qwen35 else f"{blk}ffn_norm.weight")
         gate, up = linear(h, f"{blk}ffn_gate"), linear(h, f"{blk}ffn_up")
         gelu = 0.5 * gate * (1 + np.tanh(np.sqrt(2 / np.pi) * (gate + 0.044715 * gate**3)))
         y = linear((gelu if gemma else gate / (1 + np.exp(-gate))) * up, f"{blk}ffn_down")
-        x = x + (norm(y, f"{blk}post_ffw_norm.weight") if gemma else y)
+        x = x + c.residual_scale * norm(y, f"{blk}post_ffw_norm.weight")
     h = norm(x, "token_embd_norm.weight" if c.architecture == "lfm2" else "output_norm.weight")
-    return h @ w.get("output.weight", w["token_embd.weight"]).T
+    return cap(h @ w.get("output.weight", w["token_embd.weight"]).T * c.logit_scale, c.logit_softcap)
 
 
 def cosine(a: NDArray[Any], b: F64) -> F64:

@@ -52,6 +52,9 @@ def test_engine_defaults_leave_choices_open() -> None:
         ({"eps": float("nan")}, "norm epsilon"),
         ({"layers": ()}, "0 layers"),
         ({"embedding_scale": float("inf")}, "embedding scale"),
+        ({"residual_scale": 0.0}, "residual scale"),
+        ({"logit_scale": 0.0}, "logit scale"),
+        ({"logit_softcap": -1.0}, "logit soft cap"),
     ],
 )
 def test_model_fields(change: dict[str, Any], match: str) -> None:
@@ -82,7 +85,11 @@ def test_attention_fields(change: dict[str, Any], match: str) -> None:
         ({"theta": 1.0}, "theta"),
         ({"rotary_dim": 7}, "even"),
         ({"rotary_dim": 0}, "dimension count is 0"),
-        ({"linear_factor": 0.0}, "factor"),
+        ({"factors": (0.0,) * 8}, "scaling factor is 0.0"),
+        ({"factors": (1.0,) * 7}, "7 rope factors"),
+        ({"scale": 0.0}, "attention factor is 0.0"),
+        ({"temperature": -1.0}, "temperature is -1.0"),
+        ({"temperature": 0.1}, "temperature length is 0"),
     ],
 )
 def test_rope_fields(change: dict[str, Any], match: str) -> None:
@@ -97,3 +104,6 @@ def test_a_layer_is_consistent() -> None:
         replace(FULL, attention=SLIDING.attention)
     with pytest.raises(ConfigError, match="exceeds the head dimension"):
         replace(FULL, rope=replace(ROPE, rotary_dim=32))
+    with pytest.raises(ConfigError, match="temperature needs rope over the whole head"):
+        replace(FULL, query_rope=replace(ROPE, rotary_dim=8, temperature=0.1, temperature_length=100))
+    assert replace(FULL, rope=None).rope is None

@@ -3,32 +3,47 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from tests.tiny import CASES, Tiny, read
+from tests.tiny import CASES, Tiny, opened, read
 
+import quaff.models
+from quaff.config import ModelConfig, RopeConfig
 from quaff.errors import ConfigError, QuaffError, UnsupportedError
 from quaff.models import FAMILIES, family
-from quaff.models.family import Tensors
+from quaff.models.family import CONFIG_TENSORS, Tensors
+from quaff.models.metadata import CONTEXT
 
 Metadata = dict[str, Any]
 
 
 @pytest.fixture(scope="module")
-def llama(tmp_path_factory: pytest.TempPathFactory) -> tuple[Metadata, dict[str, tuple[tuple[int, ...], int]]]:
-    return read(CASES["llama-gqa"].write(tmp_path_factory.mktemp("tiny") / "llama.gguf"))[:2]
+def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Metadata, Tensors]]:
+    """Metadata and weights of the first tiny model of every architecture."""
+    out: dict[str, tuple[Metadata, Tensors]] = {}
+    for name, tiny in CASES.items():
+        if tiny.architecture not in out:
+            path = tiny.write(tmp_path_factory.mktemp("tiny") / f"{name}.gguf")
+            out[tiny.architecture] = (read(path)[0], opened(path)[2])
+    return out
 
 
 @pytest.fixture(scope="module")
-def qwen2(tmp_path_factory: pytest.TempPathFactory) -> tuple[Metadata, dict[str, tuple[tuple[int, ...], int]]]:
-    return read(CASES["qwen2"].write(tmp_path_factory.mktemp("tiny") / "qwen2.gguf"))[:2]
+def llama(files: dict[str, tuple[Metadata, Tensors]]) -> tuple[Metadata, Tensors]:
+    return files["llama"]
 
 
 @pytest.fixture(scope="module")
-def gemma3(tmp_path_factory: pytest.TempPathFactory) -> tuple[Metadata, dict[str, tuple[tuple[int, ...], int]]]:
+def qwen2(files: dict[str, tuple[Metadata, Tensors]]) -> tuple[Metadata, Tensors]:
+    return files["qwen2"]
+
+
+@pytest.fixture(scope="module")
+def gemma3(tmp_path_factory: pytest.TempPathFactory) -> tuple[Metadata, Tensors]:
     return read(CASES["gemma3-wide"].write(tmp_path_factory.mktemp("tiny") / "gemma3.gguf"))[:2]
 
 
@@ -50,16 +65,14 @@ def refused(error: type[QuaffError], match: str, metadata: Metadata, tensors: Te
 
 
 def test_unknown_architecture_is_named_with_the_known_ones() -> None:
-    with pytest.raises(UnsupportedError, match="'mamba'.*gemma3, lfm2, llama, qwen2, qwen35"):
+    with pytest.raises(UnsupportedError, match="'mamba'.*gemma3, granite, lfm2, llama"):
         family("mamba")
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_every_tiny_model_fits_its_table(name: str, tmp_path: Path) -> None:
     tiny = CASES[name]
-    metadata, tensors, _ = read(tiny.write(tmp_path / "m.gguf"))
-    f = family(tiny.architecture)
-    c = f.config(metadata, tensors)
+    f, c, tensors, _ = opened(tiny.write(tmp_path / "m.gguf"))
     f.check(c, tensors)
     assert (c.dim, c.ffn_dim, c.vocab, len(c.layers)) == (tiny.dim, tiny.ffn_dim, tiny.vocab, tiny.layers)
     assert {(layer.attention.heads, layer.attention.kv_heads, layer.attention.head_dim) for layer in c.layers} == {
@@ -71,7 +84,7 @@ def test_every_tiny_model_fits_its_table(name: str, tmp_path: Path) -> None:
 def test_llama_conventions(llama: tuple[Metadata, Tensors]) -> None:
     c = FAMILIES["llama"].config(*llama)
     layer = c.layers[0]
-    assert layer.kind == "full" and layer.rope.interleaved and layer.rope.linear_factor == 1.0
+    assert layer.kind == "full" and layer.rope is not None and layer.rope.interleaved and layer.rope.factors == ()
     assert layer.attention.scale == 0.25 and c.embedding_scale == 1.0
 
 
@@ -90,9 +103,9 @@ def test_gemma3_conventions(gemma3: tuple[Metadata, Tensors]) -> None:
     c = FAMILIES["gemma3"].config(*gemma3)
     assert [layer.kind for layer in c.layers] == ["sliding"] * 5 + ["full", "sliding"]
     sliding, full = c.layers[0], c.layers[5]
-    assert (sliding.rope.theta, sliding.rope.linear_factor, sliding.attention.window) == (10000.0, 1.0, 80)
-    assert (full.rope.theta, full.rope.linear_factor, full.attention.window) == (1e6, 8.0, 0)
-    assert not full.rope.interleaved and full.attention.scale == 0.25
+    assert sliding.rope == RopeConfig(10000.0, 16, False) and sliding.attention.window == 80
+    assert full.rope == RopeConfig(1e6, 16, False, (8.0,) * 8) and full.attention.window == 0
+    assert full.attention.scale == 0.25
     assert c.embedding_scale == float(np.float32(math.sqrt(64.0)))
 
 
@@ -120,8 +133,8 @@ def test_defaults(llama: tuple[Metadata, Tensors]) -> None:
     ],
 )
 @pytest.mark.parametrize("architecture", FAMILIES)
-def test_missing_and_absurd_metadata(key: str, architecture: str, request: pytest.FixtureRequest) -> None:
-    metadata, tensors = request.getfixturevalue(architecture)
+def test_missing_and_absurd_metadata(key: str, architecture: str, files: dict[str, tuple[Metadata, Tensors]]) -> None:
+    metadata, tensors = files[architecture]
     full = f"{architecture}.{key}"
     refused(ConfigError, f"{full} is missing", {k: v for k, v in metadata.items() if k != full}, tensors)
     absurd: list[Any] = [0, -1, 2**31, 2**63, "many", True, float("nan"), float("inf")]
@@ -142,13 +155,14 @@ def test_missing_and_absurd_metadata(key: str, architecture: str, request: pytes
         ({"rope.dimension_count": 15}, ConfigError, "even"),
         ({"rope.dimension_count": 32}, ConfigError, "exceeds the head dimension"),
         ({"rope.freq_base": 0.0}, ConfigError, "theta"),
-        ({"rope.scaling.type": "yarn", "rope.scaling.factor": 4.0}, UnsupportedError, "'yarn'"),
+        ({"rope.scaling.type": "dynamic", "rope.scaling.factor": 4.0}, UnsupportedError, "'dynamic'.*none, linear, yarn, longrope"),
+        ({"rope.scaling.type": "yarn"}, ConfigError, "yarn needs a scaling factor"),
+        ({"rope.scaling.type": "longrope"}, ConfigError, "needs the tensors rope_factors_long.weight"),
         ({"rope.scaling.factor": -4.0}, ConfigError, "scaling factor"),
         ({"vocab_size": 301}, ConfigError, "300 rows.*301"),
         ({"expert_count": 8}, UnsupportedError, "mixture of experts"),
         ({"attention.causal": False}, UnsupportedError, "causal"),
         ({"logit_scale": 2.0}, UnsupportedError, "'llama.logit_scale' is not known"),
-        ({"attention.sliding_window": 128}, UnsupportedError, "'llama.attention.sliding_window' is not known"),
         ({"embedding_length": 66, "attention.key_length": 0, "attention.value_length": 0}, ConfigError, "does not divide"),
         ({"attention.layer_norm_rms_epsilon": 2.0}, ConfigError, "epsilon"),
     ],
@@ -164,7 +178,6 @@ def test_llama_refuses(change: Metadata, error: type[QuaffError], match: str, ll
         ({"attention.sliding_window_pattern": 4}, UnsupportedError, "pattern other than 6"),
         ({"final_logit_softcapping": 30.0}, UnsupportedError, "soft capping of logits"),
         ({"attn_logit_softcapping": 50.0}, UnsupportedError, "attention soft capping"),
-        ({"rope.scaling.type": "longrope"}, UnsupportedError, "'longrope'"),
     ],
 )
 def test_gemma3_refuses(change: Metadata, error: type[QuaffError], match: str, gemma3: tuple[Metadata, Tensors]) -> None:
@@ -180,13 +193,14 @@ def test_linear_scaling_keys(llama: tuple[Metadata, Tensors]) -> None:
         ({"rope.scaling.type": "linear"}, 1.0),
     ):
         c = FAMILIES["llama"].config(llama[0] | {f"llama.{k}": v for k, v in keys.items()}, llama[1])
-        assert c.layers[0].rope.linear_factor == factor
+        assert c.layers[0].rope == RopeConfig(10000.0, 16, True, () if factor == 1.0 else (factor,) * 8)
 
 
 @pytest.mark.parametrize("architecture", FAMILIES)
-def test_every_missing_tensor_is_named(architecture: str, request: pytest.FixtureRequest) -> None:
-    metadata, tensors = request.getfixturevalue(architecture)
-    for name in tensors:
+def test_every_missing_tensor_is_named(architecture: str, files: dict[str, tuple[Metadata, Tensors]]) -> None:
+    metadata, tensors = files[architecture]
+    f = FAMILIES[architecture]
+    for name in [spec.name for spec in f.table(f.config(metadata, tensors)) if not spec.optional]:
         refused(ConfigError, f"missing tensor {name}", metadata, {k: v for k, v in tensors.items() if k != name})
 
 
@@ -194,7 +208,7 @@ def test_unexpected_tensors_are_named(llama: tuple[Metadata, Tensors]) -> None:
     metadata, tensors = llama
     for name in ("blk.2.attn_q.weight", "blk.0.attn_q_norm.weight", "blk.0.ffn_gate_inp.weight", "blk.0.ffn_up.bias", "extra"):
         refused(ConfigError, f"unexpected tensor '{name}'", metadata, {**tensors, name: ((64,), 0)})
-    refused(UnsupportedError, "frequency factors.*rope_freqs.weight", metadata, {**tensors, "rope_freqs.weight": ((8,), 0)})
+    refused(ConfigError, "rope_freqs.weight has shape", metadata, {**tensors, "rope_freqs.weight": ((9,), 0)})
 
 
 def test_wrong_shapes_are_named(llama: tuple[Metadata, Tensors]) -> None:
@@ -216,5 +230,66 @@ def test_biases_and_head_are_optional(tmp_path: Path) -> None:
 
 
 def test_family_files_stay_short() -> None:
-    for f in FAMILIES.values():
-        assert len(Path(f.config.__code__.co_filename).read_text().splitlines()) <= 160
+    for path in Path(quaff.models.__file__).parent.glob("*.py"):
+        if path.stem in FAMILIES:
+            assert len(path.read_text().splitlines()) <= 160, path.name
+
+
+def changed(files: dict[str, tuple[Metadata, Tensors]], architecture: str, keys: Metadata) -> ModelConfig:
+    metadata, tensors = files[architecture]
+    values = {k if k in CONFIG_TENSORS or k == CONTEXT else f"{architecture}.{k}": v for k, v in keys.items()}
+    return FAMILIES[architecture].config(metadata | values, tensors)
+
+
+def test_windows_and_layers_without_positions(files: dict[str, tuple[Metadata, Tensors]]) -> None:
+    window = changed(files, "llama", {"attention.sliding_window": 128}).layers[0]
+    assert window.kind == "sliding" and window.attention.window == 128
+    assert changed(files, "llama", {"attention.sliding_window": 4096}).layers[0].kind == "full", "as long as the context"
+    smollm3 = changed(files, "smollm3", {})
+    assert [layer.rope is None for layer in smollm3.layers] == [False, False, False, True, False]
+    gemma2 = changed(files, "gemma2", {})
+    assert [layer.kind for layer in gemma2.layers] == ["sliding", "full"]
+    assert (gemma2.layers[0].attention.softcap, gemma2.logit_softcap) == (5.0, 3.0)
+    flags = changed(files, "gemma2", {"attention.sliding_window_pattern": [False, True]})
+    assert [layer.kind for layer in flags.layers] == ["full", "sliding"]
+    for wrong, match in (([True], "expected 2 flags"), ([2, 0], "expected 2 flags")):
+        with pytest.raises(ConfigError, match=match):
+            changed(files, "gemma2", {"attention.sliding_window_pattern": wrong})
+
+
+def test_long_factors_apply_by_the_context_alone(files: dict[str, tuple[Metadata, Tensors]]) -> None:
+    """The context that the model is opened for, not a prompt's length, chooses: bits stay a function of the tokens."""
+    long, short = files["phi3"][0]["rope_factors_long.weight"], files["phi3"][0]["rope_factors_short.weight"]
+    for context, factors in ((0, long), (1001, long), (1000, short), (10**6, long)):
+        rope = changed(files, "phi3", {CONTEXT: context}).layers[0].rope
+        assert rope is not None and rope.scale == float(np.float32(1.19))
+        assert rope.factors == (() if set(factors) == {1.0} else tuple(factors.tolist()))
+
+
+def test_granite_multipliers(files: dict[str, tuple[Metadata, Tensors]]) -> None:
+    c = changed(files, "granite", {})
+    assert (c.embedding_scale, c.residual_scale, c.logit_scale) == (12.0, float(np.float32(0.22)), 0.125)
+    assert c.layers[0].attention.scale == 0.125
+    plain = changed(files, "granite", {"embedding_scale": 0.0, "residual_scale": 0.0, "attention.scale": 0.0})
+    assert (plain.embedding_scale, plain.residual_scale, plain.layers[0].attention.scale) == (1.0, 1.0, 0.25)
+    for keys, error, match in (
+        ({"logit_scale": 0.0}, ConfigError, "granite.logit_scale"),
+        ({"rope.scaling.finetuned": False}, UnsupportedError, "without rotary positions"),
+    ):
+        with pytest.raises(error, match=match):
+            changed(files, "granite", keys)
+
+
+def test_mistral3_temperature_is_of_queries_alone(files: dict[str, tuple[Metadata, Tensors]]) -> None:
+    layer = changed(files, "mistral3", {}).layers[0]
+    assert layer.rope is not None and layer.query_rope is not None
+    assert layer.query_rope.temperature == float(np.float32(0.1)) and layer.query_rope.temperature_length == 40
+    assert layer.rope == replace(layer.query_rope, temperature=0.0, temperature_length=0)
+    assert layer.rope.scale == 1.0, "both multipliers of YaRN's attention factor are 1"
+    assert changed(files, "mistral3", {"attention.temperature_scale": 0.0}).layers[0].query_rope is None
+
+
+def test_a_fused_tensor_of_other_rows_is_refused(tmp_path: Path) -> None:
+    tiny = replace(CASES["phi3"], keys={**CASES["phi3"].keys, "attention.head_count_kv": 1})
+    with pytest.raises(ConfigError, match="blk.0.attn_qkv.weight has 256 rows; the metadata says 192, of attn_q, attn_k, attn_v"):
+        opened(tiny.write(tmp_path / "m.gguf"))

@@ -130,13 +130,13 @@ def test_what_reading_takes_is_asked_for(llama: Path) -> None:
     """One tensor at a time: weights and the scratch of the largest one fit, a byte less does not."""
     with open_model(llama) as checkpoint:
         free = Accountant()
-        weights = ResidentWeights(checkpoint, 1, free)
+        weights = ResidentWeights(checkpoint.tensors, 1, free)
         assert free.used_bytes == weights.loaded_bytes
         most = max(v.scratch_bytes for v in checkpoint.tensors.values())
         assert most > 4 * 300 * 96
-        ResidentWeights(checkpoint, 1, Accountant(weights.loaded_bytes + most))
+        ResidentWeights(checkpoint.tensors, 1, Accountant(weights.loaded_bytes + most))
         with pytest.raises(MemoryBudgetError, match="reading weight 'token_embd.weight' needs"):
-            ResidentWeights(checkpoint, 1, Accountant(most))
+            ResidentWeights(checkpoint.tensors, 1, Accountant(most))
 
 
 def test_a_folder_in_the_hubs_cache_is_called_as_its_repository(tmp_path: Path) -> None:

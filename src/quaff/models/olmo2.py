@@ -1,0 +1,53 @@
+"""OLMo 2: norms after each half of a layer and none before it, queries and keys normalised over their whole width (arXiv 2501.00656)."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+
+from quaff.config import LayerConfig, ModelConfig
+from quaff.models import llama
+from quaff.models.family import Builder, TensorSpec, Weights, decoder_table
+
+
+def table(c: ModelConfig) -> tuple[TensorSpec, ...]:
+    a = c.layers[0].attention
+    q, kv = a.heads * a.head_dim, a.kv_heads * a.head_dim
+    layer = {
+        "attn_q": (q, c.dim),
+        "attn_k": (kv, c.dim),
+        "attn_v": (kv, c.dim),
+        "attn_q_norm": (q,),
+        "attn_k_norm": (kv,),
+        "attn_output": (c.dim, q),
+        "post_attention_norm": (c.dim,),
+        "ffn_gate": (c.ffn_dim, c.dim),
+        "ffn_up": (c.ffn_dim, c.dim),
+        "ffn_down": (c.dim, c.ffn_dim),
+        "post_ffw_norm": (c.dim,),
+    }
+    return decoder_table(c, layer, biased={})
+
+
+def mixer(g: Builder, c: ModelConfig, layer: LayerConfig, w: Weights) -> None:
+    q, k, v = g.linear(g.copy(g.residual), w.attn_q, w.attn_k, w.attn_v)
+    q = g.rope(g.rms_norm(q, w.attn_q_norm, c.eps), layer.rope)
+    k = g.rope(g.rms_norm(k, w.attn_k_norm, c.eps), layer.rope)
+    a = g.linear(g.attention(q, k, v, layer.attention), w.attn_output)
+    g.residual += g.rms_norm(a, w.post_attention_norm, c.eps)
+
+
+def ffn(g: Builder, c: ModelConfig, layer: LayerConfig, w: Weights) -> None:
+    gate, up = g.linear(g.copy(g.residual), w.ffn_gate, w.ffn_up)
+    g.residual += g.rms_norm(g.linear(g.swiglu(gate, up), w.ffn_down), w.post_ffw_norm, c.eps)
+
+
+FAMILY = replace(
+    llama.FAMILY,
+    name="olmo2",
+    config=partial(llama.config, architecture="olmo2", interleaved=False),
+    table=table,
+    mixer=mixer,
+    ffn=ffn,
+    huggingface=None,
+)
