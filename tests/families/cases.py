@@ -19,6 +19,7 @@ def decoder(config: Mapping[str, Any], modules: Mapping[str, str], biased: tuple
     heads, dim = config["num_attention_heads"], config["hidden_size"]
     size = config.get("head_dim", dim // heads)
     sizes = {"d": dim, "q": heads * size, "k": config["num_key_value_heads"] * size, "h": size, "f": config["intermediate_size"]}
+    sizes |= {"a": sizes["q"] + 2 * sizes["k"], "g": 2 * sizes["f"]}
     shapes: Shapes = {"model.embed_tokens.weight": (config["vocab_size"], dim), "model.norm.weight": (dim,)}
     if not config["tie_word_embeddings"]:
         shapes["lm_head.weight"] = (config["vocab_size"], dim)
@@ -155,7 +156,85 @@ QWEN35_VALUES = {
     r".*A_log": (0.0, 1.0),
 }
 
+# Short original contexts, so that scaling shows within the golden's tokens.
+YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 64, "beta_fast": 8.0}
+LLAMA3 = settings(
+    "llama",
+    "LlamaForCausalLM",
+    rope_scaling={
+        "rope_type": "llama3",
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 64,
+    },
+)
+MISTRAL = settings("mistral", "MistralForCausalLM", sliding_window=40)
+MINISTRAL3 = settings(
+    "ministral3",
+    "Ministral3ForCausalLM",
+    rope_theta=None,
+    rope_parameters=YARN | {"original_max_position_embeddings": 30, "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.4},
+)
+QWEN3 = settings("qwen3", "Qwen3ForCausalLM", head_dim=32, rms_norm_eps=1e-6, rope_theta=None, rope_parameters=YARN)
+SMOLLM3 = settings("smollm3", "SmolLM3ForCausalLM", num_hidden_layers=5, no_rope_layer_interval=4, pad_token_id=0, tie_word_embeddings=True)
+PHI3 = settings(
+    "phi3",
+    "Phi3ForCausalLM",
+    hidden_size=128,
+    num_attention_heads=4,
+    head_dim=None,
+    pad_token_id=0,
+    sliding_window=None,
+    original_max_position_embeddings=64,
+    partial_rotary_factor=0.75,
+    rope_scaling={"type": "longrope", "short_factor": [1.0] * 12, "long_factor": [1.0 + 0.5 * i for i in range(12)]},
+)
+PHI3_MODULES = {"self_attn.qkv_proj": "ad", "self_attn.o_proj": "dq", "mlp.gate_up_proj": "gd", "mlp.down_proj": "df"}
+GRANITE = settings(
+    "granite",
+    "GraniteForCausalLM",
+    head_dim=None,
+    attention_multiplier=0.2,
+    embedding_multiplier=6.0,
+    residual_multiplier=0.4,
+    logits_scaling=0.5,
+    attention_bias=False,
+)
+OLMO2 = settings("olmo2", "Olmo2ForCausalLM", head_dim=None, attention_bias=False)
+OLMO2_NORMS = {
+    "self_attn.q_norm": "q",
+    "self_attn.k_norm": "k",
+    "post_attention_layernorm": "d",
+    "post_feedforward_layernorm": "d",
+}
+GEMMA2 = settings(
+    "gemma2",
+    "Gemma2ForCausalLM",
+    num_hidden_layers=4,
+    num_attention_heads=4,
+    num_key_value_heads=1,
+    head_dim=32,
+    hidden_act=None,
+    hidden_activation="gelu_pytorch_tanh",
+    query_pre_attn_scalar=32,
+    sliding_window=40,
+    attn_logit_softcapping=3.0,
+    final_logit_softcapping=4.0,
+    tie_word_embeddings=True,
+)
+GEMMA2_NORMS = {module: letters for module, letters in GEMMA_NORMS.items() if module not in QK_NORMS}
+
 FAMILIES: dict[str, TinyHF] = {
+    "llama3": TinyHF(LLAMA3, decoder(LLAMA3, ATTENTION | GATED | NORMS), seed=10),
+    "mistral": TinyHF(MISTRAL, decoder(MISTRAL, ATTENTION | GATED | NORMS), seed=11),
+    "ministral3": TinyHF(MINISTRAL3, decoder(MINISTRAL3, ATTENTION | GATED | NORMS), {r".*\.[qk]_proj\.weight": (0.0, 0.11)}, seed=12),
+    "qwen3": TinyHF(QWEN3, decoder(QWEN3, ATTENTION | GATED | NORMS | QK_NORMS), seed=13),
+    "smollm3": TinyHF(SMOLLM3, decoder(SMOLLM3, ATTENTION | GATED | NORMS), {r".*\.[qk]_proj\.weight": (0.0, 0.08)}, seed=14),
+    "phi-longrope": TinyHF(PHI3, decoder(PHI3, PHI3_MODULES | NORMS), seed=15),
+    "granite": TinyHF(GRANITE, decoder(GRANITE, ATTENTION | GATED | NORMS), seed=16),
+    "olmo2": TinyHF(OLMO2, decoder(OLMO2, ATTENTION | GATED | OLMO2_NORMS), seed=17),
+    "gemma2": TinyHF(GEMMA2, decoder(GEMMA2, ATTENTION | GATED | GEMMA2_NORMS), {".*norm.weight": (0.0, 0.2)}, seed=18),
     "llama": TinyHF(LLAMA, decoder(LLAMA, ATTENTION | GATED | NORMS)),
     "llama-mqa": TinyHF(LLAMA_MQA, decoder(LLAMA_MQA, ATTENTION | GATED | NORMS), seed=1),
     "qwen2": TinyHF(QWEN2, decoder(QWEN2, ATTENTION | GATED | NORMS, biased=tuple(ATTENTION)[:3]), seed=2),

@@ -112,6 +112,7 @@ class Builder(Protocol):
 @dataclass(frozen=True, slots=True)
 class Imported:
     """Tensor `name` of the table, made from tensors of a Hugging Face folder: by `make` from the sources as f32, or the one source.
+    Without sources it is made of config.json alone.
 
     Sources of dtype U8 are handed to `make` as they are.
     """

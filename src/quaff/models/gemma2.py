@@ -11,7 +11,8 @@ import numpy as np
 
 from quaff.config import AttentionConfig, LayerConfig, ModelConfig
 from quaff.models import gemma3, llama
-from quaff.models.family import Tensors
+from quaff.models.family import HuggingFace, Tensors
+from quaff.models.imported import IGNORED, decoder_metadata, decoder_tensors, expect, heads_of, rope_metadata, rope_parameters
 from quaff.models.metadata import MetadataReader
 from quaff.models.rope import read_rope
 
@@ -36,4 +37,27 @@ def config(metadata: Mapping[str, Any], tensors: Tensors) -> ModelConfig:
     return replace(c, layers=tuple(kinds[s] for s in sliding), embedding_scale=embedding, logit_softcap=final)
 
 
-FAMILY = replace(gemma3.FAMILY, name="gemma2", config=config, table=partial(gemma3.table, qk_norm=False), huggingface=None)
+ROLES = {role: module for role, module in gemma3.ROLES.items() if role not in ("attn_q_norm", "attn_k_norm")}
+
+
+def imported_metadata(config: Mapping[str, Any]) -> dict[str, Any]:
+    heads, _, size = heads_of(config)
+    layers = config["num_hidden_layers"]
+    expect(config, "query_pre_attn_scalar", (config["hidden_size"] // heads if layers == LAYERS_27B else size,), "this attention scale")
+    types = ["sliding_attention" if (i + 1) % 2 else "full_attention" for i in range(layers)]
+    expect(config, "layer_types", (types,), "other sliding layers than every other one")
+    keys = rope_metadata(rope_parameters(config)) | {
+        "attention.sliding_window": config["sliding_window"],
+        "attn_logit_softcapping": float(config.get("attn_logit_softcapping") or 0.0),
+        "final_logit_softcapping": float(config.get("final_logit_softcapping") or 0.0),
+    }
+    return decoder_metadata(config, "gemma2", ("gelu_pytorch_tanh",)) | {f"gemma2.{key}": value for key, value in keys.items()}
+
+
+FAMILY = replace(
+    gemma3.FAMILY,
+    name="gemma2",
+    config=config,
+    table=partial(gemma3.table, qk_norm=False),
+    huggingface=HuggingFace(("gemma2",), imported_metadata, partial(decoder_tensors, roles=ROLES, one_plus_norms=True), IGNORED),
+)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from quaff.config import ModelConfig
 from quaff.errors import ConfigError
 from quaff.models import llama
-from quaff.models.family import Tensors
+from quaff.models.family import HuggingFace, Tensors
+from quaff.models.imported import IGNORED, decoder_tensors
 from quaff.models.metadata import MetadataReader
 
 
@@ -28,4 +30,19 @@ def config(metadata: Mapping[str, Any], tensors: Tensors) -> ModelConfig:
     return replace(c, layers=layers, embedding_scale=embedding, residual_scale=residual, logit_scale=1.0 / divisor)
 
 
-FAMILY = replace(llama.FAMILY, name="granite", config=config, huggingface=None)
+def imported_metadata(config: Mapping[str, Any]) -> dict[str, Any]:
+    names = {
+        "attention.scale": "attention_multiplier",
+        "embedding_scale": "embedding_multiplier",
+        "residual_scale": "residual_multiplier",
+        "logit_scale": "logits_scaling",
+    }
+    return llama.imported_metadata(config, "granite", {key: float(config.get(name, 1.0)) for key, name in names.items()})
+
+
+FAMILY = replace(
+    llama.FAMILY,
+    name="granite",
+    config=config,
+    huggingface=HuggingFace(("granite",), imported_metadata, partial(decoder_tensors, interleaved=True), IGNORED),
+)

@@ -146,13 +146,14 @@ def _translated(
         sources = [tensors[name] for name in item.sources]
         shape = sources[0].shape if item.make is None else table.get(item.name)
         if shape is None:
-            raise CheckpointError(f"unexpected tensor {quote(item.sources[0])} in a {family.name} model")
+            raise CheckpointError(f"unexpected tensor {quote(_origin(item))} in a {family.name} model")
         views[item.name] = _view(item, shape, sources, matrices)
+    there = family.split(model, views)
     for spec in family.table(model):
-        if spec.name not in views and not spec.optional:
+        if spec.name not in there and not spec.optional:
             source = next((quote(item.sources[0]) for item in wanted if item.name == spec.name), "its source")
             raise CheckpointError(f"missing tensor {source}, which is {spec.name} of a {family.name} model")
-    family.check(model, {name: (view.shape, view.ggml_type) for name, view in views.items()})
+    family.check(model, {name: (view.shape, view.ggml_type) for name, view in there.items()})
     return metadata, views
 
 
@@ -172,7 +173,7 @@ def _matched(wanted: Sequence[Imported], stored: Mapping[str, StoredTensor], ign
     used: set[str] = set()
     for item in wanted:
         missing = [source for source in item.sources if source not in stored]
-        if len(missing) == len(item.sources):
+        if item.sources and len(missing) == len(item.sources):
             continue
         if missing:
             raise CheckpointError(f"missing tensor {quote(missing[0])}, which {item.name} is made of in a {name} model")
@@ -184,12 +185,17 @@ def _matched(wanted: Sequence[Imported], stored: Mapping[str, StoredTensor], ign
     return found
 
 
+def _origin(item: Imported) -> str:
+    """What to call a tensor in an error: its name in the folder, where it has one."""
+    return item.sources[0] if item.sources else item.name
+
+
 def _view(item: Imported, shape: tuple[int, ...], sources: Sequence[StoredTensor], matrices: str) -> TensorView:
     for source in sources:
         if source.dtype not in FLOATS and not (source.dtype == "U8" and item.make is not None):
             raise CheckpointError(f"tensor {quote(source.name)} has dtype {source.dtype}; supported: BF16, F16, F32")
     if not shape or 0 in shape or len(shape) > 4:
-        raise CheckpointError(f"tensor {quote(sources[0].name)} has shape {shape}; expected one to four sizes above zero")
+        raise CheckpointError(f"tensor {quote(_origin(item))} has shape {shape}; expected one to four sizes above zero")
     stored = {source.dtype for source in sources}
     kind = stored.pop() if len(stored) == 1 and stored <= FLOATS.keys() else "F32"
     if len(shape) == 1 or KEPT_FLOAT.fullmatch(item.name):
@@ -220,7 +226,7 @@ def _made_bytes(item: Imported, shape: tuple[int, ...], sources: Sequence[Stored
     else:
         made = item.make(*(_whole(source) for source in sources))
         if made.shape != shape or made.dtype != np.float32:
-            raise CheckpointError(f"{item.name}, made of {quote(sources[0].name)}, has shape {made.shape}; expected {shape}")
+            raise CheckpointError(f"{item.name}, made of {quote(_origin(item))}, has shape {made.shape}; expected {shape}")
         flat = np.ascontiguousarray(made).reshape(-1)
         block = partial(_slice, flat)
     out = np.empty(nbytes, np.uint8)

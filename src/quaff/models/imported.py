@@ -5,7 +5,7 @@ Names: `gguf` package, tensor_mapping.py; values: llama.cpp's convert_hf_to_gguf
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from quaff.errors import UnsupportedError, quote
 from quaff.models.family import Imported
+from quaff.models.rope import FREQS, LONG, SHORT, llama3_factors, longrope_scale, yarn_scale
 
 Array = NDArray[np.float32]
 
@@ -52,7 +53,7 @@ def heads_of(config: Mapping[str, Any]) -> tuple[int, int, int]:
 
 def rope_parameters(config: Mapping[str, Any], kind: str = "", theta: float = 10000.0) -> dict[str, Any]:
     """`rope_type`, `rope_theta` and what a scaling adds, from a config.json of any age: `rope_parameters`, or `rope_theta` and
-    `rope_scaling`.
+    `rope_scaling`; `context` and `rotary`, the dimensions of a head that turn, are filled in.
 
     `kind`: a layer type ("full_attention" ...) where parameters are given for each. `theta`: where the file has none.
     """
@@ -62,18 +63,56 @@ def rope_parameters(config: Mapping[str, Any], kind: str = "", theta: float = 10
     elif not given:
         given = config.get("rope_scaling") or {}
     base = {"rope_type": given.get("type", "default"), "rope_theta": config.get("rope_theta", theta)}
-    return base | {key: value for key, value in given.items() if value is not None}
+    rope = base | {key: value for key, value in given.items() if value is not None}
+    context, original = config["max_position_embeddings"], "original_max_position_embeddings"
+    partial = rope.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0
+    own = {"context": context, original: rope.get(original) or config.get(original) or context}
+    return rope | own | {"rotary": int(heads_of(config)[2] * partial)}
 
 
 def rope_metadata(rope: Mapping[str, Any]) -> dict[str, Any]:
-    """Keys without their prefix, of the scaling types default and linear; UnsupportedError names any other."""
-    kind = rope["rope_type"]
-    if kind not in ("default", "linear"):
-        raise UnsupportedError(
-            f"rope scaling of type {quote(str(kind))} is not supported in Hugging Face folders; supported: default, linear"
-        )
-    keys = {"rope.freq_base": float(rope["rope_theta"])}
-    return keys if kind == "default" else keys | {"rope.scaling.type": "linear", "rope.scaling.factor": float(rope["factor"])}
+    """Keys without their prefix, as llama.cpp's converter writes them; UnsupportedError names a type that is not known.
+
+    Dynamic NTK scaling begins beyond the context of the file, which nothing here exceeds: it is no scaling.
+    """
+    kind, original = rope["rope_type"], int(rope["original_max_position_embeddings"])
+    keys: dict[str, Any] = {"rope.freq_base": float(rope["rope_theta"]), "rope.dimension_count": rope["rotary"]}
+    if kind in ("linear", "yarn"):
+        keys |= {"rope.scaling.type": kind, "rope.scaling.factor": float(rope["factor"])}
+    if kind == "yarn":
+        keys["rope.scaling.original_context_length"] = original
+        keys |= {f"rope.scaling.yarn_{name}": float(rope[name]) for name in ("beta_fast", "beta_slow") if rope.get(name)}
+        if "attention_factor" in rope:
+            keys["rope.scaling.yarn_attn_factor"] = float(rope["attention_factor"])
+        elif rope.get("mscale") == 1 and rope.get("mscale_all_dim"):
+            keys["rope.scaling.yarn_log_multiplier"] = float(rope["mscale_all_dim"])
+        elif rope.get("mscale") and rope.get("mscale_all_dim"):
+            scale = yarn_scale(float(rope["factor"]), float(rope["mscale"]), float(rope["mscale_all_dim"]))
+            keys["rope.scaling.yarn_attn_factor"] = scale
+    elif kind in ("longrope", "su"):
+        factor = float(rope.get("factor") or rope["context"] / original)
+        given = rope.get("attention_factor")
+        keys["rope.scaling.original_context_length"] = original
+        keys["rope.scaling.attn_factor"] = float(given) if given is not None else longrope_scale(factor, original)
+    elif kind not in ("default", "linear", "llama3", "dynamic"):
+        known = "default, linear, dynamic, yarn, llama3, longrope"
+        raise UnsupportedError(f"rope scaling of type {quote(str(kind))} is not supported in Hugging Face folders; supported: {known}")
+    return keys
+
+
+def rope_tensors(rope: Mapping[str, Any]) -> Iterator[Imported]:
+    """The factors that a converter stores as tensors, not as keys."""
+    if rope["rope_type"] == "llama3":
+        low, high, original = float(rope["low_freq_factor"]), float(rope["high_freq_factor"]), rope["original_max_position_embeddings"]
+        factors = llama3_factors(float(rope["rope_theta"]), rope["rotary"], float(rope["factor"]), low, high, int(original))
+        yield Imported(FREQS, (), partial(_f32, factors))
+    elif rope["rope_type"] in ("longrope", "su"):
+        yield Imported(LONG, (), partial(_f32, rope["long_factor"]))
+        yield Imported(SHORT, (), partial(_f32, rope["short_factor"]))
+
+
+def _f32(values: Sequence[float]) -> Array:
+    return np.array(values, dtype=np.float32)
 
 
 def expect(config: Mapping[str, Any], key: str, allowed: tuple[Any, ...], feature: str) -> None:
@@ -98,7 +137,6 @@ def decoder_metadata(config: Mapping[str, Any], architecture: str, activations: 
         "attention.key_length": size,
         "attention.value_length": size,
         "attention.layer_norm_rms_epsilon": float(config["rms_norm_eps"]),
-        "rope.dimension_count": size,
     }
     return {"general.architecture": architecture} | {f"{architecture}.{key}": value for key, value in keys.items()}
 
@@ -106,7 +144,8 @@ def decoder_metadata(config: Mapping[str, Any], architecture: str, activations: 
 def decoder_tensors(
     config: Mapping[str, Any], roles: Mapping[str, str] = DECODER, interleaved: bool = False, one_plus_norms: bool = False
 ) -> Iterator[Imported]:
-    """Embedding, final norm, head, and per layer the weight and the bias of every role; what a folder lacks, the table may not need.
+    """Embedding, final norm, head, factors of rotary frequencies, and per layer the weight and the bias of every role; what a folder
+    lacks, the table may not need.
 
     `interleaved`: q and k are laid out for rotary pairs side by side. `one_plus_norms`: norms multiply by 1 + w.
     """
@@ -116,6 +155,7 @@ def decoder_tensors(
     yield Imported("token_embd.weight", ("model.embed_tokens.weight",))
     yield Imported("output_norm.weight", ("model.norm.weight",), norm)
     yield Imported("output.weight", ("lm_head.weight",))
+    yield from rope_tensors(rope_parameters(config, "full_attention"))
     for i in range(config["num_hidden_layers"]):
         for role, module in roles.items():
             make = norm if role.endswith("norm") else turned.get(role)

@@ -93,9 +93,12 @@ def head(g: Builder, c: ModelConfig, w: Weights) -> None:
     g.logits(h, w.output if "output" in w else w.token_embd)
 
 
-def imported_metadata(config: Mapping[str, Any], architecture: str = "llama") -> dict[str, Any]:
-    rope = rope_metadata(rope_parameters(config))
-    return decoder_metadata(config, architecture) | {f"{architecture}.{key}": value for key, value in rope.items()}
+def imported_metadata(config: Mapping[str, Any], architecture: str = "llama", more: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """`more`: keys without the architecture that a family adds to Llama's."""
+    keys = rope_metadata(rope_parameters(config)) | dict(more or {})
+    if config.get("model_type") in ("mistral", "ministral3") and config.get("sliding_window"):
+        keys["attention.sliding_window"] = config["sliding_window"]
+    return decoder_metadata(config, architecture) | {f"{architecture}.{key}": value for key, value in keys.items()}
 
 
 FAMILY = Family(
@@ -107,6 +110,6 @@ FAMILY = Family(
     ffn,
     head,
     refused={},
-    huggingface=HuggingFace(("llama",), imported_metadata, partial(decoder_tensors, interleaved=True), IGNORED),
+    huggingface=HuggingFace(("llama", "mistral"), imported_metadata, partial(decoder_tensors, interleaved=True), IGNORED),
     oracle="transformers, llama.cpp",
 )

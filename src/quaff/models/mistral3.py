@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from quaff.config import ModelConfig
 from quaff.errors import ConfigError
 from quaff.models import llama
-from quaff.models.family import Tensors
+from quaff.models.family import HuggingFace, Tensors
+from quaff.models.imported import IGNORED, decoder_tensors, rope_parameters
 from quaff.models.metadata import MetadataReader
 
 
@@ -27,4 +29,14 @@ def config(metadata: Mapping[str, Any], tensors: Tensors) -> ModelConfig:
     return replace(c, layers=(replace(layer, query_rope=grown),) * len(c.layers))
 
 
-FAMILY = replace(llama.FAMILY, name="mistral3", config=config, huggingface=None)
+def imported_metadata(config: Mapping[str, Any]) -> dict[str, Any]:
+    beta = rope_parameters(config).get("llama_4_scaling_beta")
+    return llama.imported_metadata(config, "mistral3", {} if beta is None else {"attention.temperature_scale": float(beta)})
+
+
+FAMILY = replace(
+    llama.FAMILY,
+    name="mistral3",
+    config=config,
+    huggingface=HuggingFace(("ministral3",), imported_metadata, partial(decoder_tensors, interleaved=True), IGNORED),
+)

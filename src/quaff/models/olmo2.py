@@ -7,7 +7,8 @@ from functools import partial
 
 from quaff.config import LayerConfig, ModelConfig
 from quaff.models import llama
-from quaff.models.family import Builder, TensorSpec, Weights, decoder_table
+from quaff.models.family import Builder, HuggingFace, TensorSpec, Weights, decoder_table
+from quaff.models.imported import DECODER, IGNORED, decoder_tensors
 
 
 def table(c: ModelConfig) -> tuple[TensorSpec, ...]:
@@ -42,6 +43,14 @@ def ffn(g: Builder, c: ModelConfig, layer: LayerConfig, w: Weights) -> None:
     g.residual += g.rms_norm(g.linear(g.swiglu(gate, up), w.ffn_down), w.post_ffw_norm, c.eps)
 
 
+ROLES = {role: module for role, module in DECODER.items() if role not in ("attn_norm", "ffn_norm")} | {
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "post_attention_norm": "post_attention_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}
+
+
 FAMILY = replace(
     llama.FAMILY,
     name="olmo2",
@@ -49,5 +58,7 @@ FAMILY = replace(
     table=table,
     mixer=mixer,
     ffn=ffn,
-    huggingface=None,
+    huggingface=HuggingFace(
+        ("olmo2",), partial(llama.imported_metadata, architecture="olmo2"), partial(decoder_tensors, roles=ROLES), IGNORED
+    ),
 )

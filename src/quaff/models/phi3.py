@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 from quaff.config import ModelConfig
 from quaff.models import llama
+from quaff.models.family import HuggingFace
+from quaff.models.imported import DECODER, IGNORED, decoder_tensors
 
 
 def parts(c: ModelConfig) -> Mapping[str, Mapping[str, int]]:
@@ -19,11 +22,21 @@ def parts(c: ModelConfig) -> Mapping[str, Mapping[str, int]]:
     }
 
 
+ROLES = {role: DECODER[role] for role in ("attn_norm", "attn_output", "ffn_norm", "ffn_down")} | {
+    "attn_qkv": "self_attn.qkv_proj",
+    "ffn_up": "mlp.gate_up_proj",
+}
+
+
+def imported_metadata(config: Mapping[str, Any]) -> dict[str, Any]:
+    return llama.imported_metadata(config, "phi3", {"attention.sliding_window": config.get("sliding_window") or 0})
+
+
 FAMILY = replace(
     llama.FAMILY,
     name="phi3",
     config=partial(llama.config, architecture="phi3", interleaved=False),
     table=partial(llama.table, biased={}),
     parts=parts,
-    huggingface=None,
+    huggingface=HuggingFace(("phi3",), imported_metadata, partial(decoder_tensors, roles=ROLES), IGNORED),
 )

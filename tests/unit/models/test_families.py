@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.families.cases import FAMILIES as HF_CASES
 from tests.tiny import CASES, Tiny, opened, read
 
 import quaff.models
@@ -293,3 +294,21 @@ def test_a_fused_tensor_of_other_rows_is_refused(tmp_path: Path) -> None:
     tiny = replace(CASES["phi3"], keys={**CASES["phi3"].keys, "attention.head_count_kv": 1})
     with pytest.raises(ConfigError, match="blk.0.attn_qkv.weight has 256 rows; the metadata says 192, of attn_q, attn_k, attn_v"):
         opened(tiny.write(tmp_path / "m.gguf"))
+
+
+@pytest.mark.parametrize(
+    ("case", "change", "match"),
+    [
+        ("qwen3", {"use_sliding_window": True}, "Qwen3 with sliding windows"),
+        ("smollm3", {"no_rope_layer_interval": 3}, "another step"),
+        ("smollm3", {"no_rope_layers": [1, 1, 1, 1, 0]}, "other layers without positions"),
+        ("gemma2", {"query_pre_attn_scalar": 144}, "this attention scale"),
+        ("gemma2", {"layer_types": ["full_attention"] * 4}, "other sliding layers"),
+        ("llama", {"rope_scaling": {"rope_type": "axial"}}, "'axial'"),
+    ],
+)
+def test_folders_whose_features_are_missing_are_refused(case: str, change: Metadata, match: str) -> None:
+    config = dict(HF_CASES[case].config) | change
+    mapping = next(f.huggingface for f in FAMILIES.values() if f.huggingface and config["model_type"] in f.huggingface.model_types)
+    with pytest.raises(UnsupportedError, match=match):
+        mapping.metadata(config)
