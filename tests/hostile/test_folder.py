@@ -131,6 +131,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], None], str]] = {
         arrays(lambda a: a.pop("model.layers.2.mlp.up_proj.weight")),
         "missing tensor 'model.layers.2.mlp.up_proj.weight', which is",
     ),
+    "no head": (arrays(lambda a: a.pop("lm_head.weight")), "missing tensor 'lm_head.weight', which is output.weight"),
     "no embedding": (arrays(lambda a: a.pop("model.embed_tokens.weight")), "missing tensor token_embd.weight"),
     "unexpected tensor": (arrays(lambda a: a.update({"model.extra\n": np.ones(4, np.float32)})), r"unexpected tensor 'model.extra\\n'"),
     "layer too many": (config(num_hidden_layers=2), "unexpected tensor 'model.layers.2"),

@@ -149,8 +149,10 @@ def _translated(
             raise CheckpointError(f"unexpected tensor {quote(_origin(item))} in a {family.name} model")
         views[item.name] = _view(item, shape, sources, matrices)
     there = family.split(model, views)
+    # Without a head of its own a model uses the embedding, unless its configuration says otherwise.
+    untied = config.get("tie_word_embeddings") is False
     for spec in family.table(model):
-        if spec.name not in there and not spec.optional:
+        if spec.name not in there and (not spec.optional or (untied and spec.name == "output.weight")):
             source = next((quote(item.sources[0]) for item in wanted if item.name == spec.name), "its source")
             raise CheckpointError(f"missing tensor {source}, which is {spec.name} of a {family.name} model")
     family.check(model, {name: (view.shape, view.ggml_type) for name, view in there.items()})
