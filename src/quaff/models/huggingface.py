@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from math import prod
 from pathlib import Path
@@ -57,10 +58,12 @@ def open_folder(folder: Path, matrices: str) -> Checkpoint:
     Strict both ways: a tensor that no family's mapping uses or ignores, and one that a mapping needs and the folder lacks, raise.
     """
     with located(folder):
-        config = _language(read_object(folder / "config.json"))
+        whole = read_object(folder / "config.json")
+        config = _language(whole)
         family = _family(config)
-        with _stored(folder) as stored:
-            metadata, views = _translated(config, family, stored, matrices)
+        with _opened(folder) as stored:
+            tensors = stored.tensors if config is whole else _language_names(stored.tensors)
+            metadata, views = _translated(config, family, tensors, matrices)
             metadata["general.name"] = _name(folder.resolve())
             tokens = views["token_embd.weight"].shape[0] if "token_embd.weight" in views else 0
             metadata |= _tokenizer(folder, config, tokens)
@@ -91,18 +94,15 @@ def _language_names(tensors: Mapping[str, StoredTensor]) -> dict[str, StoredTens
     return found
 
 
-class _stored:
+@contextmanager
+def _opened(folder: Path) -> Iterator[TensorFolder]:
     """The folder's tensors; their files are closed again when what follows fails."""
-
-    def __init__(self, folder: Path) -> None:
-        self._tensors = read_tensors(folder)
-
-    def __enter__(self) -> TensorFolder:
-        return self._tensors
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        if error is not None:
-            self._tensors.close()
+    stored = read_tensors(folder)
+    try:
+        yield stored
+    except BaseException:
+        stored.close()
+        raise
 
 
 def _family(config: Mapping[str, Any]) -> Family:
@@ -118,7 +118,7 @@ def _family(config: Mapping[str, Any]) -> Family:
 
 
 def _translated(
-    config: Mapping[str, Any], family: Family, stored: TensorFolder, matrices: str
+    config: Mapping[str, Any], family: Family, tensors: Mapping[str, StoredTensor], matrices: str
 ) -> tuple[dict[str, Any], dict[str, TensorView]]:
     """Metadata and tensors, without the tokenizer."""
     mapping = family.huggingface
@@ -135,7 +135,6 @@ def _translated(
     if config.get("tie_word_embeddings") is True:
         ignored.append(r"lm_head\.weight")
         wanted = [item for item in wanted if item.sources != ("lm_head.weight",)]
-    tensors = _language_names(stored.tensors)
     items = _matched(wanted, tensors, ignored, family.name)
     shapes = {item.name: (tensors[item.sources[0]].shape if item.make is None else (), F32_TYPE) for item in items}
     # Shapes of tensors that are made come from the family's table; it needs those that are taken as they are.

@@ -174,6 +174,9 @@ def test_the_language_model_of_a_multimodal_one(prefix: str, tmp_path: Path) -> 
         numbers = {k: v for k, v in expected.metadata.items() if k.startswith("gemma3.")}
         assert numbers == {k: v for k, v in ours.metadata.items() if k.startswith("gemma3.")}
         assert {2, 7} <= Tokenizer.from_metadata(ours.metadata).end_ids
+    save_file({**case.arrays(), senses[0]: np.ones(3, np.float32)}, alone / "model.safetensors")
+    with pytest.raises(CheckpointError, match="unexpected tensor 'vision_tower.patch.weight'"):
+        open_model(alone)
     save_file(arrays | {"model.taste.weight": np.ones(3, np.float32)}, whole / "model.safetensors")
     with pytest.raises(CheckpointError, match="unexpected tensor 'model.taste.weight'"):
         open_model(whole)
