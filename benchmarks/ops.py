@@ -30,7 +30,7 @@ from quaff.graph.program import INT8, LOGITS, NONE, RESIDUAL, SCRATCH, OpKind
 SHAPES = "576x576,1536x576,576x1536,1024x1024,3072x1024,4608x1024,1024x4608,1536x1536,8960x1536,1536x8960"
 TYPES = "Q8_0,Q4_0,Q4_1,Q5_0,Q5_1,Q2_K,Q3_K,Q4_K,Q5_K,Q6_K,IQ4_NL,IQ4_XS,MXFP4"
 BATCHES = "1,4,32,128,512"
-# Where a block of a type keeps its f16 scales. MXFP4 has an exponent byte instead.
+# Where a block of a type keeps its f16 scales. MXFP4 and NVFP4 have bytes of their own, IQ1_M an f16 in pieces.
 HALVES = {
     "Q4_0": (0,),
     "Q4_1": (0, 2),
@@ -45,6 +45,16 @@ HALVES = {
     "IQ4_NL": (0,),
     "IQ4_XS": (0,),
     "MXFP4": (),
+    "NVFP4": (),
+    "IQ1_S": (0,),
+    "IQ1_M": (),
+    "IQ2_XXS": (0,),
+    "IQ2_XS": (0,),
+    "IQ2_S": (0,),
+    "IQ3_XXS": (0,),
+    "IQ3_S": (0,),
+    "TQ1_0": (52,),
+    "TQ2_0": (64,),
 }
 FEW = 6  # rows up to which a layer is bound by memory
 DISTINCT = 8  # different activation rows; larger batches repeat them
@@ -76,6 +86,10 @@ def random_weight(name: str, rows: int, cols: int, seed: int = 1) -> NDArray[np.
         data[:, at + 1] = data[:, at + 1] & 0x83 | 0x20  # the exponent
     if name == "MXFP4":
         data[:, 0] = 118 + data[:, 0] % 8
+    if name == "NVFP4":
+        data[:, :4] = data[:, :4] % 32
+    if name == "IQ1_M":  # sign and exponent are the high bits of bytes 55 and 53
+        data[:, 53], data[:, 55] = data[:, 53] & 0x3F, data[:, 55] & 0x8F | 0x20
     return data.reshape(-1)
 
 
@@ -154,7 +168,7 @@ def line(r: Result) -> str:
 
 def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--types", default=TYPES, help=f"ggml types, of {TYPES}")
+    parser.add_argument("--types", default=TYPES, help=f"ggml types, of {','.join(HALVES)} (default {TYPES})")
     parser.add_argument("--shapes", default=SHAPES, help="output rows x input columns")
     parser.add_argument("-b", "--batches", default=BATCHES, help="activation rows")
     parser.add_argument("-t", "--threads", type=int, default=_native.default_threads())

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 TYPES = {t.name: t for t in gguf.GGMLQuantizationType}
 # Byte offsets of the f16 factors of a block, for types that `gguf` reads but cannot make: their codes are drawn at random.
 FACTORS = {"Q2_K": (80, 82), "Q3_K": (108,), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,), "IQ4_NL": (0,), "IQ4_XS": (0,)}
+FACTORS |= {"IQ1_S": (0,), "IQ2_XXS": (0,), "IQ2_XS": (0,), "IQ2_S": (0,), "IQ3_XXS": (0,), "IQ3_S": (0,)}
+FACTORS["IQ1_M"] = (48,)  # spread over the high four bits of bytes 49, 51, 53 and 55
 
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 CHAT_TEMPLATE = (
@@ -266,7 +268,7 @@ def random_tensor(rng: np.random.Generator, name: str, shape: tuple[int, ...], t
     deviation = 1.0 / math.sqrt(shape[1])
     if name.endswith(("attn_q.weight", "attn_k.weight")):
         deviation *= 1.5  # attention that is far from uniform
-    if type_name in FACTORS or type_name == "MXFP4":
+    if type_name in FACTORS or type_name in ("MXFP4", "NVFP4"):
         return random_blocks(rng, shape, type_name, deviation)
     return gguf.quants.quantize((deviation * rng.standard_normal(shape)).astype(np.float32), TYPES[type_name])
 
@@ -278,6 +280,9 @@ def random_blocks(rng: np.random.Generator, shape: tuple[int, int], type_name: s
     if type_name == "MXFP4":
         blocks[..., 0] = 127 + round(math.log2(deviation / 2)) + rng.integers(-1, 2, blocks.shape[:2])
         return blocks.reshape(shape[0], -1)
+    if type_name == "NVFP4":  # e4m3: three bits of fraction below the exponent
+        blocks[..., :4] = 8 * (7 + round(math.log2(deviation / 3))) + rng.integers(0, 8, (*blocks.shape[:2], 4))
+        return blocks.reshape(shape[0], -1)
     factor = np.ones((*blocks.shape[:2], len(FACTORS[type_name])))
     if len(FACTORS[type_name]) == 2:
         factor[..., 1] = {"Q2_K": 1.5, "Q4_K": 7.5, "Q5_K": 15.5}[type_name]  # the minimum centres codes that are not signed
@@ -287,7 +292,12 @@ def random_blocks(rng: np.random.Generator, shape: tuple[int, int], type_name: s
             values = gguf.quants.dequantize(blocks.reshape(shape[0], -1), TYPES[type_name])
             scale = 2.0**-10 * deviation / float(np.sqrt(np.mean(np.square(values, dtype=np.float64))))
         for i, offset in enumerate(FACTORS[type_name]):
-            blocks[..., offset : offset + 2] = (factor[..., i : i + 1] * scale).astype(np.float16).view(np.uint8)
+            half = (factor[..., i : i + 1] * scale).astype(np.float16)
+            if type_name == "IQ1_M":
+                quarters = (half.view(np.uint16) >> np.array([0, 4, 8, 12], np.uint16)) & 15
+                blocks[..., 49::2] = blocks[..., 49::2] & 15 | (quarters << 4).astype(np.uint8)
+            else:
+                blocks[..., offset : offset + 2] = half.view(np.uint8)
     return blocks.reshape(shape[0], -1)
 
 
@@ -299,6 +309,15 @@ YARN = {
     "rope.scaling.yarn_beta_fast": 4.0,
 }
 GRANITE = {"embedding_scale": 12.0, "residual_scale": 0.22, "attention.scale": 0.125, "logit_scale": 8.0}
+SMALL = {
+    "": "IQ3_S",
+    "attn_q": "IQ2_XXS",
+    "attn_k": "IQ2_S",
+    "attn_v": "IQ3_XXS",
+    "ffn_gate": "IQ1_S",
+    "ffn_up": "IQ1_M",
+    "ffn_down": "IQ2_XS",
+}
 K_QUANTS = {"": "Q4_K", "attn_q": "Q5_K", "attn_k": "IQ4_XS", "attn_v": "Q6_K", "ffn_gate": "Q3_K", "ffn_down": "Q2_K"}
 
 CASES: dict[str, Tiny] = {
@@ -308,6 +327,16 @@ CASES: dict[str, Tiny] = {
         dim=160, heads=5, kv_heads=5, head_dim=32, ffn_dim=224, vocab=303, types={"": "Q4_1"}, biased=True, rope_factor=4.0, seed=2
     ),
     "llama-k": Tiny(dim=256, heads=4, kv_heads=2, head_dim=64, ffn_dim=256, types=K_QUANTS, embedding="Q6_K", seed=3),
+    "llama-iq": Tiny(dim=256, heads=4, kv_heads=2, head_dim=64, ffn_dim=256, types=SMALL, embedding="IQ3_S", seed=8),
+    "llama-ternary": Tiny(
+        dim=256,
+        kv_heads=1,
+        head_dim=64,
+        ffn_dim=256,
+        types={"": "TQ2_0", "attn_v": "NVFP4", "ffn_down": "TQ1_0"},
+        embedding="NVFP4",
+        seed=9,
+    ),
     "llama-float": Tiny(
         dim=40, heads=3, kv_heads=3, ffn_dim=72, types={"": "F16", "attn_k": "BF16", "ffn_up": "F32"}, embedding="F16", seed=4
     ),

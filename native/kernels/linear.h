@@ -13,7 +13,7 @@ static_assert(kQuantGroup == 32 && kLanes == 16);
 // Where a tile finds codes and scales: in the weight itself (few tokens, bound by memory), or prepared for many tokens.
 enum class Source {
     kPacked,   // planes and scale blocks, expanded in registers
-    kBook,     // the same, nibbles through a codebook
+    kBook,     // the same, codes through a codebook
     kPrepared, // one code a byte, f32 scales and minimums
 };
 
@@ -66,7 +66,7 @@ template <class V>
         const int64_t groups = 256 / w.group;
         for (int64_t g = 0; g < count; block += sizeof(uint16_t[16]) + sizeof(int8_t[16]) * groups) {
             const auto* b = reinterpret_cast<const SuperScales<16>*>(block);
-            const typename V::F d = V::load_f16(b->d);
+            const typename V::F d = V::mul(V::load_f16(b->d), V::set(w.unit));
             for (int64_t i = 0; i < groups; i++, g++)
                 V::store(scale + g * kLanes, V::mul(d, V::to_float(V::load_i8(b->scale[i]))));
         }
@@ -98,6 +98,20 @@ template <class V>
         for (int64_t g = 0; g < count; g++, block += sizeof(ExponentScales)) {
             const typename V::I e = V::iadd(V::load_u8(reinterpret_cast<const ExponentScales*>(block)->e), V::iset(2));
             V::store(scale + g * kLanes, V::mul(V::from_bits(V::template shl<23>(e)), V::set(0x1p-3f)));
+        }
+        break;
+    case Scales::kSmallFloat: // as an f32's exponent and first bits of the fraction the number is 2^120 too small; half of it is meant
+        for (int64_t g = 0; g < count; block += sizeof(SmallFloatScales))
+            for (int64_t i = 0; i < 4; i++, g++) {
+                const typename V::I bits = V::iand(V::load_u8(reinterpret_cast<const SmallFloatScales*>(block)->scale[i]), V::iset(127));
+                V::store(scale + g * kLanes, V::mul(V::from_bits(V::template shl<20>(bits)), V::set(0x1p119f)));
+            }
+        break;
+    case Scales::kOne:
+        for (int64_t g = 0; g < count; block += sizeof(OneScale)) {
+            const typename V::F d = V::load_f16(reinterpret_cast<const OneScale*>(block)->d);
+            for (const int64_t end = g + 256 / w.group; g < end; g++)
+                V::store(scale + g * kLanes, d);
         }
         break;
     case Scales::kNone:
@@ -285,21 +299,25 @@ static void int_tokens(const LinearArgs& a, const Panels& p, const Tokens& x, in
         int_tokens<D, source, codes, G, T - 1>(a, p, x, panel, count, token, tokens);
 }
 
-// Calls f.template operator()<Codes, G, book>() for the form of w: every form has one size of group.
+// Calls f.template operator()<Codes, G, book>() for the form of w: those that some type has.
 template <class F> QUAFF_INLINE void with_form(const Weight& w, F&& f) {
     switch (w.codes) {
     case Codes::kByte:
         return f.template operator()<Codes::kByte, 32, false>();
     case Codes::kNibble:
-        return w.codebook ? f.template operator()<Codes::kNibble, 32, true>() : f.template operator()<Codes::kNibble, 32, false>();
+        if (!w.codebook)
+            return f.template operator()<Codes::kNibble, 32, false>();
+        return w.group == 32 ? f.template operator()<Codes::kNibble, 32, true>() : f.template operator()<Codes::kNibble, 16, true>();
     case Codes::kNibbleBit:
         return f.template operator()<Codes::kNibbleBit, 32, false>();
     case Codes::kNibblePair:
         return f.template operator()<Codes::kNibblePair, 16, false>();
     case Codes::kPair:
-        return f.template operator()<Codes::kPair, 16, false>();
+        return w.group == 32 ? f.template operator()<Codes::kPair, 32, false>() : f.template operator()<Codes::kPair, 16, false>();
     case Codes::kPairBit:
-        return f.template operator()<Codes::kPairBit, 16, false>();
+        if (!w.codebook)
+            return f.template operator()<Codes::kPairBit, 16, false>();
+        return w.group == 32 ? f.template operator()<Codes::kPairBit, 32, true>() : f.template operator()<Codes::kPairBit, 16, true>();
     default: // float weights
         return;
     }

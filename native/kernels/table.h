@@ -33,14 +33,14 @@ struct Planes {
 } // 16 rows x 32 k
 
 // How scales and minimums are kept: a sequence of these blocks. f16 as bits; a weight is scale*code (+ min).
-enum class Scales : int32_t { kNone, kHalf, kHalfMin, kSuper, kSuperMin, kSuperPair, kExponent };
+enum class Scales : int32_t { kNone, kHalf, kHalfMin, kSuper, kSuperMin, kSuperPair, kExponent, kSmallFloat, kOne };
 struct HalfScales { // one group
     uint16_t scale[16];
 };
 struct HalfMinScales { // one group
     uint16_t scale[16], min[16];
 };
-template <int groups> struct SuperScales { // 256 k: scale = f32(d) * f32(scale)
+template <int groups> struct SuperScales { // 256 k: scale = f32(d) * unit * f32(scale)
     uint16_t d[16];
     int8_t scale[groups][16];
 };
@@ -55,7 +55,14 @@ struct SuperPairScales { // 256 k in groups of 16: the same, scale in the low an
 struct ExponentScales { // one group: scale = 2^(e - 128)
     uint8_t e[16];
 };
+struct SmallFloatScales { // 64 k in groups of 16: half of an unsigned e4m3 number
+    uint8_t scale[4][16];
+};
+struct OneScale { // 256 k: one scale for all groups
+    uint16_t d[16];
+};
 static_assert(sizeof(HalfScales) == 32 && sizeof(HalfMinScales) == 64 && sizeof(ExponentScales) == 16);
+static_assert(sizeof(SmallFloatScales) == 64 && sizeof(OneScale) == 32);
 static_assert(sizeof(SuperScales<8>) == 160 && sizeof(SuperScales<16>) == 288);
 static_assert(sizeof(SuperMinScales) == 320 && sizeof(SuperPairScales) == 320);
 
@@ -76,6 +83,10 @@ struct ScaleBlock {
         return {256, sizeof(SuperPairScales)};
     case Scales::kExponent:
         return {group, sizeof(ExponentScales)};
+    case Scales::kSmallFloat:
+        return {64, sizeof(SmallFloatScales)};
+    case Scales::kOne:
+        return {256, sizeof(OneScale)};
     case Scales::kNone:
         break;
     }
@@ -88,7 +99,8 @@ struct Weight {
     bool has_min;
     int32_t group;          // weights that share one scale: 16 or 32 (integer codes only)
     int32_t offset;         // stored code minus true code: 128 for kByte. Unused with a codebook
-    const int8_t* codebook; // 16 signed values that nibbles stand for, or null
+    const int8_t* codebook; // 16 signed values that stored codes stand for (of 3 bits: the first 8), or null
+    float unit;             // kSuper: a power of two that every d is multiplied by
     int64_t rows, cols;  // true shape; panels = ceil(rows/16), cols is a multiple of 32 for integer codes. Pad rows are zero with scale 0
     const uint8_t* data; // panels, 64-byte aligned
     int64_t panel_bytes; // from panel to panel; a multiple of 64 for integer codes

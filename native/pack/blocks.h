@@ -1,5 +1,7 @@
 // The ggml block types as they lie in a file, and one small function per type: block -> codes and scales, no value changed.
 #pragma once
+#include "grids.h"
+
 #include <bit>
 #include <cstdint>
 #include <cstring>
@@ -19,7 +21,7 @@ inline float f32_of_f16(uint16_t h) {
 struct Unpacked {
     uint8_t code[256];
     uint16_t d, dmin;           // f16; dmin is the minimum itself where scales have one level
-    uint8_t scale[16], min[16]; // of two-level scales (signed ones as int8); scale[0] of MXFP4 is the exponent
+    uint8_t scale[16], min[16]; // of two-level scales (signed ones as int8); of MXFP4 the exponent, of NVFP4 four e4m3 numbers
 };
 
 inline int nibble(const uint8_t* q, int at, int high) { return q[at] >> 4 * high & 15; }
@@ -72,9 +74,51 @@ struct IQ4_XS {
 struct MXFP4 {
     uint8_t e, qs[16];
 };
+struct NVFP4 {
+    uint8_t scales[4], qs[32];
+};
+struct IQ1_S {
+    uint16_t d;
+    uint8_t qs[32];
+    uint16_t qh[8];
+};
+struct IQ1_M {
+    uint8_t qs[32], qh[16];
+    uint16_t scales[4];
+};
+struct IQ2_XXS {
+    uint16_t d;
+    uint8_t qs[64];
+};
+struct IQ2_XS {
+    uint16_t d, qs[32];
+    uint8_t scales[8];
+};
+struct IQ2_S {
+    uint16_t d;
+    uint8_t qs[32], signs[32], qh[8], scales[8];
+};
+struct IQ3_XXS {
+    uint16_t d;
+    uint8_t qs[64], signs[32];
+};
+struct IQ3_S {
+    uint16_t d;
+    uint8_t qs[64], qh[8], signs[32], scales[4];
+};
+struct TQ1_0 {
+    uint8_t qs[48], qh[4];
+    uint16_t d;
+};
+struct TQ2_0 {
+    uint8_t qs[64];
+    uint16_t d;
+};
 static_assert(sizeof(Q4_0) == 18 && sizeof(Q4_1) == 20 && sizeof(Q5_0) == 22 && sizeof(Q5_1) == 24 && sizeof(Q8_0) == 34);
 static_assert(sizeof(Q2_K) == 84 && sizeof(Q3_K) == 110 && sizeof(Q4_K) == 144 && sizeof(Q5_K) == 176 && sizeof(Q6_K) == 210);
-static_assert(sizeof(IQ4_XS) == 136 && sizeof(MXFP4) == 17);
+static_assert(sizeof(IQ4_XS) == 136 && sizeof(MXFP4) == 17 && sizeof(NVFP4) == 36 && sizeof(TQ1_0) == 54 && sizeof(TQ2_0) == 66);
+static_assert(sizeof(IQ1_S) == 50 && sizeof(IQ1_M) == 56 && sizeof(IQ2_XXS) == 66 && sizeof(IQ2_XS) == 74 && sizeof(IQ2_S) == 82);
+static_assert(sizeof(IQ3_XXS) == 98 && sizeof(IQ3_S) == 110);
 
 inline void nibbles32(const uint8_t* qs, uint8_t* code) {
     for (int l = 0; l < 16; l++)
@@ -174,12 +218,127 @@ inline void unpack(const MXFP4& b, Unpacked& u) {
     nibbles32(b.qs, u.code);
 }
 
+inline void unpack(const NVFP4& b, Unpacked& u) {
+    std::memcpy(u.scale, b.scales, 4);
+    for (int k = 0; k < 64; k++)
+        u.code[k] = uint8_t(nibble(b.qs, k / 16 * 8 + k % 8, k / 8 % 2));
+}
+
+// The codes of a point: places in the list of values, and above them a bit for a negative one.
+template <int values> void write_point(uint16_t point, uint32_t signs, uint8_t* code) {
+    constexpr int width = 16 / values, negative = values == 8 ? 4 : 8;
+    for (int i = 0; i < values; i++)
+        code[i] = uint8_t((point >> width * i & ((1 << width) - 1)) | (signs >> i & 1) * negative);
+}
+
+// Seven signs are written; the eighth makes the number of negative ones even.
+inline uint32_t eight_signs(uint32_t seven) { return seven | uint32_t(std::popcount(seven) & 1) << 7; }
+
+inline uint8_t odd(uint32_t n) { return uint8_t(2 * n + 1); } // sub-scales of the IQ types below IQ4
+
+inline uint32_t word(const uint8_t* p) {
+    uint32_t w;
+    std::memcpy(&w, p, 4);
+    return w;
+}
+
+inline void unpack(const IQ1_S& b, Unpacked& u) {
+    u.d = b.d;
+    for (int g = 0; g < 8; g++) {
+        u.scale[g] = odd(b.qh[g] >> 12 & 7);
+        for (int i = 0; i < 4; i++)
+            write_point<8>(kGrid1[b.qs[4 * g + i] | (b.qh[g] >> 3 * i & 7) << 8], b.qh[g] >> 15 ? 255 : 0, u.code + 32 * g + 8 * i);
+    }
+}
+
+inline void unpack(const IQ1_M& b, Unpacked& u) {
+    u.d = uint16_t(b.scales[0] >> 12 | (b.scales[1] >> 12) << 4 | (b.scales[2] >> 12) << 8 | (b.scales[3] >> 12) << 12);
+    for (int g = 0; g < 16; g++)
+        u.scale[g] = odd(b.scales[g / 4] >> g % 4 * 3 & 7);
+    for (int i = 0; i < 32; i++) {
+        const int high = nibble(b.qh, i / 2, i % 2);
+        write_point<8>(kGrid1[b.qs[i] | (high & 7) << 8], high & 8 ? 255 : 0, u.code + 8 * i);
+    }
+}
+
+inline void unpack(const IQ2_XXS& b, Unpacked& u) {
+    u.d = b.d;
+    for (int g = 0; g < 8; g++) {
+        const uint32_t signs = word(b.qs + 8 * g + 4);
+        u.scale[g] = odd(signs >> 28);
+        for (int i = 0; i < 4; i++)
+            write_point<8>(kGrid2xxs[b.qs[8 * g + i]], eight_signs(signs >> 7 * i & 127), u.code + 32 * g + 8 * i);
+    }
+}
+
+inline void unpack(const IQ2_XS& b, Unpacked& u) {
+    u.d = b.d;
+    for (int g = 0; g < 16; g++)
+        u.scale[g] = odd(uint32_t(nibble(b.scales, g / 2, g % 2)));
+    for (int i = 0; i < 32; i++)
+        write_point<8>(kGrid2xs[b.qs[i] & 511], eight_signs(b.qs[i] >> 9), u.code + 8 * i);
+}
+
+inline void unpack(const IQ2_S& b, Unpacked& u) {
+    u.d = b.d;
+    for (int g = 0; g < 16; g++)
+        u.scale[g] = odd(uint32_t(nibble(b.scales, g / 2, g % 2)));
+    for (int i = 0; i < 32; i++)
+        write_point<8>(kGrid2s[b.qs[i] | (b.qh[i / 4] >> i % 4 * 2 & 3) << 8], b.signs[i], u.code + 8 * i);
+}
+
+inline void unpack(const IQ3_XXS& b, Unpacked& u) {
+    u.d = b.d;
+    for (int g = 0; g < 8; g++) {
+        const uint32_t signs = word(b.signs + 4 * g);
+        u.scale[g] = odd(signs >> 28);
+        for (int i = 0; i < 8; i++)
+            write_point<4>(kGrid3xxs[b.qs[8 * g + i]], eight_signs(signs >> i / 2 * 7 & 127) >> i % 2 * 4, u.code + 32 * g + 4 * i);
+    }
+}
+
+inline void unpack(const IQ3_S& b, Unpacked& u) {
+    u.d = b.d;
+    for (int g = 0; g < 8; g++)
+        u.scale[g] = odd(uint32_t(nibble(b.scales, g / 2, g % 2)));
+    for (int i = 0; i < 64; i++)
+        write_point<4>(kGrid3s[b.qs[i] | (b.qh[i / 8] >> i % 8 & 1) << 8], uint32_t(nibble(b.signs, i / 2, i % 2)), u.code + 4 * i);
+}
+
+// Bytes are fractions in base 3: after t digits are shifted out on the left, what overflows 256 times 3 is the next one.
+inline void trits(const uint8_t* qs, int bytes, int digits, uint8_t* code) {
+    for (int t = 0, power = 1; t < digits; t++, power *= 3)
+        for (int i = 0; i < bytes; i++)
+            *code++ = uint8_t(uint8_t(qs[i] * power) * 3 >> 8);
+}
+
+inline void unpack(const TQ1_0& b, Unpacked& u) {
+    u.d = b.d;
+    trits(b.qs, 32, 5, u.code);
+    trits(b.qs + 32, 16, 5, u.code + 160);
+    trits(b.qh, 4, 4, u.code + 240);
+}
+
+inline void unpack(const TQ2_0& b, Unpacked& u) {
+    u.d = b.d;
+    for (int k = 0; k < 256; k++)
+        u.code[k] = uint8_t(pair_of_bits(b.qs, k));
+}
+
 // 2^(e-128), denormal below e = 2. Codes reach 12, so e >= kExponentEnd would leave room for no activation scale: refused on load.
 inline constexpr int kExponentEnd = 252;
 inline float f32_of_exponent(uint8_t e) { return std::bit_cast<float>(uint32_t(e + 2) << 23) * 0x1p-3f; }
 
 inline constexpr int8_t kIQ4[16] = {-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113};
 inline constexpr int8_t kFP4[16] = {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12}; // twice the e2m1 values
+inline constexpr int8_t kIQ1[16] = {-7, 1, 9, 0, -9, -1, 7, 0};                               // eight times -1, 0 or 1, plus or minus 1
+inline constexpr int8_t kIQ2[16] = {8, 25, 43, 0, -8, -25, -43, 0};
+inline constexpr int8_t kIQ3XXS[16] = {4, 12, 20, 28, 36, 44, 52, 62, -4, -12, -20, -28, -36, -44, -52, -62};
+inline constexpr int8_t kIQ3S[16] = {1, 3, 5, 7, 9, 11, 13, 15, -1, -3, -5, -7, -9, -11, -13, -15};
+
+// Half of the unsigned e4m3 number in the low 7 bits: they are an f32's exponent and first bits of the fraction, 2^120 too small.
+inline float f32_of_e4m3(uint8_t e) { return std::bit_cast<float>(uint32_t(e & 127) << 20) * 0x1p119f; }
+inline bool e4m3_finite(uint8_t e) { return (e & 127) != 127; }
 
 template <class Block> void unpack_block(const uint8_t* bytes, Unpacked& u) {
     Block b;

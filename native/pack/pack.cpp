@@ -24,19 +24,20 @@ struct Type {
     Scales scales;
     int32_t group, offset;
     const int8_t* codebook;
+    float unit;
     void (*unpack)(const uint8_t*, Unpacked&);
 };
 
 template <class Block>
 constexpr Type quantised(int32_t id, const char* name, int32_t block, Codes codes, Scales scales, int32_t group, int32_t offset = 0,
-                         const int8_t* codebook = nullptr) {
-    return {id, name, block, int32_t(sizeof(Block)), codes, scales, group, offset, codebook, blocks::unpack_block<Block>};
+                         const int8_t* codebook = nullptr, float unit = 1) {
+    return {id, name, block, int32_t(sizeof(Block)), codes, scales, group, offset, codebook, unit, blocks::unpack_block<Block>};
 }
 
 constexpr Type kTypes[] = {
-    {0, "F32", 1, 4, Codes::kF32, Scales::kNone, 0, 0, nullptr, nullptr},
-    {1, "F16", 1, 2, Codes::kF16, Scales::kNone, 0, 0, nullptr, nullptr},
-    {30, "BF16", 1, 2, Codes::kBF16, Scales::kNone, 0, 0, nullptr, nullptr},
+    {0, "F32", 1, 4, Codes::kF32, Scales::kNone, 0, 0, nullptr, 1, nullptr},
+    {1, "F16", 1, 2, Codes::kF16, Scales::kNone, 0, 0, nullptr, 1, nullptr},
+    {30, "BF16", 1, 2, Codes::kBF16, Scales::kNone, 0, 0, nullptr, 1, nullptr},
     quantised<blocks::Q4_0>(2, "Q4_0", 32, Codes::kNibble, Scales::kHalf, 32, 8),
     quantised<blocks::Q4_1>(3, "Q4_1", 32, Codes::kNibble, Scales::kHalfMin, 32),
     quantised<blocks::Q5_0>(6, "Q5_0", 32, Codes::kNibbleBit, Scales::kHalf, 32, 16),
@@ -50,6 +51,16 @@ constexpr Type kTypes[] = {
     quantised<blocks::Q4_0>(20, "IQ4_NL", 32, Codes::kNibble, Scales::kHalf, 32, 0, blocks::kIQ4), // laid out as Q4_0
     quantised<blocks::IQ4_XS>(23, "IQ4_XS", 256, Codes::kNibble, Scales::kSuper, 32, 0, blocks::kIQ4),
     quantised<blocks::MXFP4>(39, "MXFP4", 32, Codes::kNibble, Scales::kExponent, 32, 0, blocks::kFP4),
+    quantised<blocks::NVFP4>(40, "NVFP4", 64, Codes::kNibble, Scales::kSmallFloat, 16, 0, blocks::kFP4),
+    quantised<blocks::IQ1_S>(19, "IQ1_S", 256, Codes::kPairBit, Scales::kSuper, 32, 0, blocks::kIQ1, 0.125f),
+    quantised<blocks::IQ1_M>(29, "IQ1_M", 256, Codes::kPairBit, Scales::kSuper, 16, 0, blocks::kIQ1, 0.125f),
+    quantised<blocks::IQ2_XXS>(16, "IQ2_XXS", 256, Codes::kPairBit, Scales::kSuper, 32, 0, blocks::kIQ2, 0.125f),
+    quantised<blocks::IQ2_XS>(17, "IQ2_XS", 256, Codes::kPairBit, Scales::kSuper, 16, 0, blocks::kIQ2, 0.125f),
+    quantised<blocks::IQ2_S>(22, "IQ2_S", 256, Codes::kPairBit, Scales::kSuper, 16, 0, blocks::kIQ2, 0.125f),
+    quantised<blocks::IQ3_XXS>(18, "IQ3_XXS", 256, Codes::kNibble, Scales::kSuper, 32, 0, blocks::kIQ3XXS, 0.25f),
+    quantised<blocks::IQ3_S>(21, "IQ3_S", 256, Codes::kNibble, Scales::kSuper, 32, 0, blocks::kIQ3S),
+    quantised<blocks::TQ1_0>(34, "TQ1_0", 256, Codes::kPair, Scales::kOne, 32, 1),
+    quantised<blocks::TQ2_0>(35, "TQ2_0", 256, Codes::kPair, Scales::kOne, 32, 1),
 };
 
 const Type* find(int32_t id) {
@@ -134,6 +145,17 @@ bool write_scales(const Weight& w, const Unpacked& u, uint8_t* block, int64_t ro
     case Scales::kExponent:
         reinterpret_cast<ExponentScales*>(block)->e[row] = u.scale[0];
         return u.scale[0] < blocks::kExponentEnd;
+    case Scales::kSmallFloat: {
+        bool all = true;
+        for (int g = 0; g < 4; g++) {
+            reinterpret_cast<SmallFloatScales*>(block)->scale[g][row] = u.scale[g];
+            all &= blocks::e4m3_finite(u.scale[g]);
+        }
+        return all;
+    }
+    case Scales::kOne:
+        reinterpret_cast<OneScale*>(block)->d[row] = u.d;
+        return finite(u.d);
     case Scales::kNone:
         break;
     }
@@ -166,7 +188,7 @@ void read_scales(const Weight& w, const uint8_t* panel, int64_t g, int64_t row, 
         break;
     case Scales::kSuper: { // the same place for 8 and 16 groups
         const auto* b = reinterpret_cast<const SuperScales<16>*>(block);
-        scale = half(b->d[row]) * float(b->scale[in][row]);
+        scale = half(b->d[row]) * w.unit * float(b->scale[in][row]);
         break;
     }
     case Scales::kSuperMin: {
@@ -183,6 +205,12 @@ void read_scales(const Weight& w, const uint8_t* panel, int64_t g, int64_t row, 
     }
     case Scales::kExponent:
         scale = blocks::f32_of_exponent(reinterpret_cast<const ExponentScales*>(block)->e[row]);
+        break;
+    case Scales::kSmallFloat:
+        scale = blocks::f32_of_e4m3(reinterpret_cast<const SmallFloatScales*>(block)->scale[in][row]);
+        break;
+    case Scales::kOne:
+        scale = half(reinterpret_cast<const OneScale*>(block)->d[row]);
         break;
     case Scales::kNone:
         break;
@@ -302,7 +330,7 @@ float load_float(const Weight& w, int64_t row, int64_t k) {
 // A weight without its panels: `cols` fit the type.
 Weight shape_of(const Type& type, int64_t rows, int64_t cols) {
     const bool has_min = type.scales == Scales::kHalfMin || type.scales == Scales::kSuperMin || type.scales == Scales::kSuperPair;
-    Weight w{type.codes, type.scales, has_min, type.group, type.offset, type.codebook, rows, cols, nullptr, 0, 0};
+    Weight w{type.codes, type.scales, has_min, type.group, type.offset, type.codebook, type.unit, rows, cols, nullptr, 0, 0};
     if (is_integer(w.codes)) {
         w.groups = cols / w.group;
         const int64_t rest = w.groups % kChunk;

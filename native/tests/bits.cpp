@@ -421,6 +421,7 @@ struct Form {
     bool has_min;
     int32_t group, offset;
     bool codebook;
+    float unit = 1;
 };
 constexpr Form kForms[] = {
     {"nibble_offset", Codes::kNibble, Scales::kHalf, false, 32, 8, false},
@@ -435,6 +436,10 @@ constexpr Form kForms[] = {
     {"nibble_pair_super", Codes::kNibblePair, Scales::kSuper, false, 16, 32, false},
     {"pair_super_pair", Codes::kPair, Scales::kSuperPair, true, 16, 0, false},
     {"pair_bit_super", Codes::kPairBit, Scales::kSuper, false, 16, 4, false},
+    {"nibble_codebook_small_float", Codes::kNibble, Scales::kSmallFloat, false, 16, 0, true},
+    {"pair_one", Codes::kPair, Scales::kOne, false, 32, 1, false},
+    {"pair_bit_codebook_super", Codes::kPairBit, Scales::kSuper, false, 32, 0, true, 0.125f},
+    {"pair_bit_codebook_super_16", Codes::kPairBit, Scales::kSuper, false, 16, 0, true, 0.25f},
     {"byte", Codes::kByte, Scales::kHalf, false, 32, 128, false},
     {"f16", Codes::kF16, Scales::kNone, false, 0, 0, false},
     {"bf16", Codes::kBF16, Scales::kNone, false, 0, 0, false},
@@ -452,7 +457,8 @@ struct RandomWeight {
     Weight w{};
     RandomWeight(const Form& form, int64_t rows, int64_t cols) {
         Random random(static_cast<uint64_t>(rows * 4096 + cols));
-        w = {form.codes, form.scales, form.has_min, form.group, form.offset, form.codebook ? kBook : nullptr, rows, cols, nullptr, 0, 0};
+        w = {form.codes, form.scales, form.has_min, form.group, form.offset, form.codebook ? kBook : nullptr,
+             form.unit,  rows,        cols,         nullptr,    0,           0};
         if (is_integer(form.codes)) {
             w.groups = cols / form.group;
             const int64_t rest = w.groups % kChunk;
@@ -487,7 +493,7 @@ private:
     void integers(Random& random) {
         const int64_t block = scale_block(w.scales, w.group).bytes;
         const bool exponents = w.scales == Scales::kExponent;
-        const int64_t halves = exponents ? 0 : w.has_min ? 2 : 1;
+        const int64_t halves = exponents || w.scales == Scales::kSmallFloat ? 0 : w.has_min ? 2 : 1;
         each_chunk([&](uint8_t* chunk, int64_t groups) {
             for (int64_t at = chunk_codes_at(w, groups); at < chunk_bytes(w, groups); ++at)
                 put(chunk + at, static_cast<uint8_t>(random.bits()));

@@ -31,10 +31,11 @@ struct Form {
     int block;
     std::vector<int> halves; // where a block keeps its f16 scales
 };
-const std::vector<Form> kForms = {{2, 32, {0}},      {3, 32, {0, 2}},     {6, 32, {0}},     {7, 32, {0, 2}},
-                                  {8, 32, {0}},      {10, 256, {80, 82}}, {11, 256, {108}}, {12, 256, {0, 2}},
-                                  {13, 256, {0, 2}}, {14, 256, {208}},    {20, 32, {0}},    {23, 256, {0}},
-                                  {39, 32, {}},      {0, 1, {}},          {1, 1, {}},       {30, 1, {}}};
+const std::vector<Form> kForms = {
+    {2, 32, {0}},      {3, 32, {0, 2}},   {6, 32, {0}},     {7, 32, {0, 2}}, {8, 32, {0}},   {10, 256, {80, 82}}, {11, 256, {108}},
+    {12, 256, {0, 2}}, {13, 256, {0, 2}}, {14, 256, {208}}, {20, 32, {0}},   {23, 256, {0}}, {39, 32, {}},        {0, 1, {}},
+    {1, 1, {}},        {30, 1, {}},       {16, 256, {0}},   {17, 256, {0}},  {18, 256, {0}}, {19, 256, {0}},      {21, 256, {0}},
+    {22, 256, {0}},    {29, 256, {}},     {34, 256, {52}},  {35, 256, {64}}, {40, 64, {}}};
 
 // Random blocks by bytes with scales of about 2^-8 (f16 exponent bits 5..8); every fourth row holds codes of one extreme only.
 std::vector<uint8_t> random_blocks(const Form& form, int64_t rows, int64_t cols) {
@@ -50,6 +51,11 @@ std::vector<uint8_t> random_blocks(const Form& form, int64_t rows, int64_t cols)
                 b[half] = uint8_t(any(0, 255)), b[half + 1] = uint8_t(any(0, 1) << 7 | any(0x14, 0x23));
             if (form.type == 39)
                 b[0] = uint8_t(any(116, 124));
+            if (form.type == 29) // the f16 lies in the high four bits of bytes 49, 51, 53 and 55
+                b[55] = uint8_t((b[55] & 15) | any(0, 1) << 7 | 0x10), b[53] = uint8_t((b[53] & 15) | any(4, 15) << 4);
+            if (form.type == 40)
+                for (int i = 0; i < 4; i++)
+                    b[i] = uint8_t(any(0, 1) << 7 | any(0, 0x38));
             if (form.type == 0)
                 *reinterpret_cast<float*>(b) = around(1);
             if (form.type == 1)
@@ -175,7 +181,7 @@ int check() {
         const bool is_float = form.block == 1;
         for (int64_t tokens : {1, 2, 3, 5, 6, 7, 31, 64}) {
             const int64_t rows = std::vector<int>{1, 15, 16, 17, 33, 64, 80, 100}[size_t(any(0, 7))];
-            const int64_t cols = is_float ? any(1, 300) : form.block == 256 ? any(1, 4) * 256 : any(1, 32) * 32;
+            const int64_t cols = is_float ? any(1, 300) : any(1, 1024 / form.block) * form.block;
             const std::vector<uint8_t> data = random_blocks(form, rows, cols);
             const PackedWeight packed = pack_weight(form.type, data.data(), int64_t(data.size()), rows, cols, 1);
             const Activations a(tokens, cols);

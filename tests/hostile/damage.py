@@ -469,9 +469,9 @@ def unknown_tensor_type(m: Model) -> None:
     m.tensors[0].kind = 9999
 
 
-@damage("open", "has type IQ2_XXS, which is not supported; supported types: F32, F16, BF16, Q4_0")
+@damage("open", "has type Q1_0, which is not supported; supported types: F32, F16, BF16, Q4_0")
 def unsupported_tensor_type(m: Model) -> None:
-    m.tensors[0].kind = 16
+    m.tensors[0].kind = 41
 
 
 @damage("open", "has type Q4_2, which is not supported")

@@ -63,7 +63,8 @@ def isa(request: pytest.FixtureRequest) -> Iterator[str]:
 def case(kind: Type, tokens: int) -> tuple[F32, F32, U8]:
     """x [tokens, k], bias [m] and weight bytes: m is not a multiple of a panel, one block of k is not a multiple of a chunk of groups."""
     rng = np.random.default_rng(tokens)
-    m, k = int(rng.integers(tokens, 150)), 256 * int(rng.integers(1, 4)) if block_size(kind) == 256 else 32 * int(rng.integers(1, 24))
+    block = max(32, block_size(kind))
+    m, k = int(rng.integers(tokens, 150)), block * int(rng.integers(1, 4 if block == 256 else 24))
     x = rng.standard_normal((tokens, k)).astype(np.float32)
     return x, rng.standard_normal(m).astype(np.float32), random_blocks(kind, m, k, rng, tame=True)
 

@@ -7,11 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from quaff.errors import UnsupportedError
+from quaff.graph import grids
 
 F32 = NDArray[np.float32]
 U8 = NDArray[np.uint8]
@@ -21,7 +23,12 @@ Lowered = tuple[I16, F32, F32 | None]
 
 IQ4_BOOK = np.array([-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113], dtype=np.int16)
 # E2M1 values doubled, so that they are integers.
-MXFP4_BOOK = np.array([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], dtype=np.int16)
+FP4_BOOK = np.array([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], dtype=np.int16)
+IQ2_BOOK = np.array([8, 25, 43], dtype=np.int16)
+IQ3_XXS_BOOK = np.array([4, 12, 20, 28, 36, 44, 52, 62], dtype=np.int16)
+IQ3_S_BOOK = np.array([1, 3, 5, 7, 9, 11, 13, 15], dtype=np.int16)
+# Seven signs are written; the eighth makes the number of negative ones even.
+EIGHT_SIGNS = np.array([seven | (seven.bit_count() & 1) << 7 for seven in range(128)], dtype=np.uint8)
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +65,24 @@ def _f16(raw: U8) -> F32:
 def _nibbles(qs: U8) -> I16:
     """[..., n] bytes -> [..., 2n]: low nibbles first."""
     return np.concatenate([qs & 15, qs >> 4], axis=-1).astype(np.int16)
+
+
+def _interleaved(raw: U8) -> U8:
+    """[..., n] bytes -> [..., 2n] nibbles: both of every byte, the low one first."""
+    nibbles: U8 = np.stack([raw & 15, raw >> 4], axis=-1).reshape(*raw.shape[:-1], -1)
+    return nibbles
+
+
+def _four_signs(words: NDArray[np.uint32]) -> U8:
+    """[..., n] words -> [..., 4n] signs of eight values: seven bits each, from the lowest."""
+    sevens = (words[..., None] >> np.array([0, 7, 14, 21], dtype=np.uint32)) & 127
+    signs: U8 = EIGHT_SIGNS[sevens.reshape(*words.shape[:-1], -1)]
+    return signs
+
+
+def _one_scale(d: U8) -> F32:
+    """The f16 scale of 256 values -> eight groups."""
+    return np.repeat(_f16(d)[..., None], 8, axis=-1)
 
 
 def _crumbs(qs: U8) -> I16:
@@ -150,7 +175,7 @@ def _iq4_nl(b: U8) -> Lowered:
 
 
 def _iq4_xs(b: U8) -> Lowered:
-    low = np.stack([b[..., 4:8] & 15, b[..., 4:8] >> 4], axis=-1).reshape(*b.shape[:-1], 8)
+    low = _interleaved(b[..., 4:8])
     pairs = np.ascontiguousarray(b[..., 2:4]).view("<u2")
     high = (pairs >> (2 * np.arange(8, dtype=np.uint16))) & 3
     sub = (low | (high << 4)).astype(np.float32) - np.float32(32)
@@ -159,7 +184,82 @@ def _iq4_xs(b: U8) -> Lowered:
 
 def _mxfp4(b: U8) -> Lowered:
     scale = np.ldexp(1.0, b[..., 0].astype(np.int32) - 128).astype(np.float32)
-    return MXFP4_BOOK[_nibbles(b[..., 1:])], scale, None
+    return FP4_BOOK[_nibbles(b[..., 1:])], scale, None
+
+
+def _nvfp4(b: U8) -> Lowered:
+    exponent, fraction = (b[..., :4].astype(np.int32) >> 3) & 15, b[..., :4] & 7
+    steps = (fraction + np.where(exponent > 0, 8, 0)).astype(np.float32)
+    return FP4_BOOK[_nibbles(_split(b[..., 4:], 4))], np.ldexp(steps, np.maximum(exponent, 1) - 11), None
+
+
+def _iq(d: F32, sub: NDArray[Any], unit: float) -> F32:
+    """Scales of the IQ types below IQ4: d times a power of two times an odd number."""
+    return (d * np.float32(unit))[..., None] * (2 * sub.astype(np.float32) + np.float32(1))
+
+
+def _signed(places: I16, values: I16, signs: U8) -> I16:
+    """places [..., n, values of a point], a bit of `signs` for each value, first value lowest; set bits are negative."""
+    negative = (signs[..., None] >> np.arange(8, dtype=np.uint8)) & 1
+    return values[places].reshape(*signs.shape, 8) * (1 - 2 * negative.astype(np.int16))
+
+
+def _iq1_s(b: U8) -> Lowered:
+    high = np.ascontiguousarray(b[..., 34:]).view("<u2")
+    thirds = (high[..., None] >> np.array([0, 3, 6, 9], dtype=np.uint16)) & 7
+    points = grids.IQ1_S[_split(b[..., 2:34], 8) | (thirds << 8)]
+    delta = 1 - 2 * (high >> 15).astype(np.int16)
+    return 8 * (points - 1) + delta[..., None, None], _iq(_f16(b[..., :2]), (high >> 12) & 7, 1 / 8), None
+
+
+def _iq1_m(b: U8) -> Lowered:
+    high, parts = _interleaved(b[..., 32:48]), np.ascontiguousarray(b[..., 48:]).view("<u2")
+    d = np.bitwise_or.reduce((parts >> 12) << np.array([0, 4, 8, 12], dtype=np.uint16), axis=-1)
+    sub = ((parts[..., None] >> np.array([0, 3, 6, 9], dtype=np.uint16)) & 7).reshape(*parts.shape[:-1], 16)
+    points = grids.IQ1_S[b[..., :32] | ((high & 7).astype(np.uint16) << 8)]
+    delta = 1 - 2 * (high >> 3).astype(np.int16)
+    return 8 * (points - 1) + delta[..., None], _iq(d.view(np.float16).astype(np.float32), sub, 1 / 8), None
+
+
+def _iq2_xxs(b: U8) -> Lowered:
+    pairs = np.ascontiguousarray(b[..., 2:]).view("<u4").reshape(*b.shape[:-1], 8, 2)
+    points = np.ascontiguousarray(pairs[..., 0]).view(np.uint8)
+    return _signed(grids.IQ2_XXS[points], IQ2_BOOK, _four_signs(pairs[..., 1])), _iq(_f16(b[..., :2]), pairs[..., 1] >> 28, 1 / 8), None
+
+
+def _iq2_xs(b: U8) -> Lowered:
+    both = np.ascontiguousarray(b[..., 2:66]).view("<u2")
+    codes = _signed(grids.IQ2_XS[both & 511], IQ2_BOOK, EIGHT_SIGNS[both >> 9])
+    return codes, _iq(_f16(b[..., :2]), _interleaved(b[..., 66:]), 1 / 8), None
+
+
+def _iq2_s(b: U8) -> Lowered:
+    high = (b[..., 66:74, None] >> np.array([0, 2, 4, 6], dtype=np.uint8)) & 3
+    points = grids.IQ2_S[b[..., 2:34] | (high.reshape(*b.shape[:-1], 32).astype(np.uint16) << 8)]
+    return _signed(points, IQ2_BOOK, b[..., 34:66]), _iq(_f16(b[..., :2]), _interleaved(b[..., 74:]), 1 / 8), None
+
+
+def _iq3_xxs(b: U8) -> Lowered:
+    words = np.ascontiguousarray(b[..., 66:]).view("<u4")
+    codes = _signed(grids.IQ3_XXS[b[..., 2:66]], IQ3_XXS_BOOK, _four_signs(words))
+    return codes, _iq(_f16(b[..., :2]), words >> 28, 1 / 4), None
+
+
+def _iq3_s(b: U8) -> Lowered:
+    high = _bit_planes(b[..., 66:74]).swapaxes(-1, -2).reshape(*b.shape[:-1], 64)
+    codes = _signed(grids.IQ3_S[b[..., 2:66] | (high << 8)], IQ3_S_BOOK, b[..., 74:106])
+    return codes, _iq(_f16(b[..., :2]), _interleaved(b[..., 106:]), 1), None
+
+
+def _tq1_0(b: U8) -> Lowered:
+    """Bytes are fractions in base 3: after t digits are shifted out on the left, what overflows 256 times 3 is the next one."""
+    runs = [(b[..., first:past] * np.uint8(3**t)) for first, past, n in ((0, 32, 5), (32, 48, 5), (48, 52, 4)) for t in range(n)]
+    codes = np.concatenate(runs, axis=-1).astype(np.int16) * 3 >> 8
+    return codes - 1, _one_scale(b[..., 52:]), None
+
+
+def _tq2_0(b: U8) -> Lowered:
+    return _crumbs(_split(b[..., :64], 2)) - 1, _one_scale(b[..., 64:]), None
 
 
 # ggml type -> (name, bytes per block, lowering of [rows, blocks, bytes])
@@ -177,6 +277,16 @@ BLOCKS: dict[int, tuple[str, int, Callable[[U8], Lowered]]] = {
     20: ("IQ4_NL", 18, _iq4_nl),
     23: ("IQ4_XS", 136, _iq4_xs),
     39: ("MXFP4", 17, _mxfp4),
+    40: ("NVFP4", 36, _nvfp4),
+    19: ("IQ1_S", 50, _iq1_s),
+    29: ("IQ1_M", 56, _iq1_m),
+    16: ("IQ2_XXS", 66, _iq2_xxs),
+    17: ("IQ2_XS", 74, _iq2_xs),
+    22: ("IQ2_S", 82, _iq2_s),
+    18: ("IQ3_XXS", 98, _iq3_xxs),
+    21: ("IQ3_S", 110, _iq3_s),
+    34: ("TQ1_0", 54, _tq1_0),
+    35: ("TQ2_0", 66, _tq2_0),
 }
 FLOATS = {0: "F32", 1: "F16", 30: "BF16"}
 

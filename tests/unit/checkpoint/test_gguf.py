@@ -114,7 +114,8 @@ def test_type_table_is_ggmls() -> None:
     assert not set(GGML_TYPES) & set(OTHER_TYPES)
     for i, member in known.items():
         assert i in GGML_TYPES or OTHER_TYPES[i] == member.name
-    wanted = "F32 F16 BF16 Q4_0 Q4_1 Q5_0 Q5_1 Q8_0 Q2_K Q3_K Q4_K Q5_K Q6_K IQ4_NL IQ4_XS MXFP4"
+    wanted = "F32 F16 BF16 Q4_0 Q4_1 Q5_0 Q5_1 Q8_0 Q2_K Q3_K Q4_K Q5_K Q6_K IQ4_NL IQ4_XS MXFP4 NVFP4"
+    wanted += " IQ1_S IQ1_M IQ2_XXS IQ2_XS IQ2_S IQ3_XXS IQ3_S TQ1_0 TQ2_0"
     assert SUPPORTED_TYPES.split(", ") == wanted.split()
 
 
@@ -193,9 +194,9 @@ def test_no_file_is_left_open(tmp_path: Path) -> None:
 
 
 def test_unsupported_type_is_named(tmp_path: Path) -> None:
-    kind = GGMLQuantizationType.IQ2_XXS
+    kind = GGMLQuantizationType.Q8_K
     path = write(tmp_path / "m.gguf", lambda w: w.add_tensor("a.weight", blocks(kind, 2, 256), raw_dtype=kind))
-    with pytest.raises(UnsupportedError, match=r"m\.gguf: tensor 'a\.weight' has type IQ2_XXS, .*supported types: F32, F16, BF16, Q4_0"):
+    with pytest.raises(UnsupportedError, match=r"m\.gguf: tensor 'a\.weight' has type Q8_K, .*supported types: F32, F16, BF16, Q4_0"):
         open_checkpoint(path)
 
 
