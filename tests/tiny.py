@@ -57,31 +57,38 @@ class Tiny:
 
     def tensors(self) -> dict[str, tuple[tuple[int, ...], str]]:
         """Name -> (shape, type name), in file order."""
-        q, kv, d, f = self.heads * self.head_dim, self.kv_heads * self.head_dim, self.dim, self.ffn_dim
-        out: dict[str, tuple[tuple[int, ...], str]] = {"token_embd.weight": ((self.vocab, d), self.embedding)}
-        out["output_norm.weight"] = ((d,), "F32")
+        out: dict[str, tuple[tuple[int, ...], str]] = {"token_embd.weight": ((self.vocab, self.dim), self.embedding)}
+        out["output_norm.weight"] = ((self.dim,), "F32")
         if not self.tied:
-            out["output.weight"] = ((self.vocab, d), self._type("output"))
-        matrices = {"attn_q": (q, d), "attn_k": (kv, d), "attn_v": (kv, d), "attn_output": (d, q)}
-        matrices |= {"ffn_gate": (f, d), "ffn_up": (f, d), "ffn_down": (d, f)}
-        if self.architecture == "phi3":
-            fused = {"attn_qkv": (q + 2 * kv, d), "attn_output": (d, q), "ffn_up": (2 * f, d), "ffn_down": (d, f)}
-            matrices = fused
-        vectors = {} if self.architecture == "olmo2" else {"attn_norm": d, "ffn_norm": d}
-        if self.architecture in ("gemma3", "qwen3"):
-            vectors |= {"attn_q_norm": self.head_dim, "attn_k_norm": self.head_dim}
-        if self.architecture == "olmo2":
-            vectors |= {"attn_q_norm": q, "attn_k_norm": kv}
-        if self.architecture in ("gemma2", "gemma3", "olmo2"):
-            vectors |= {"post_attention_norm": d, "post_ffw_norm": d}
+            out["output.weight"] = ((self.vocab, self.dim), self._type("output"))
         for i in range(self.layers):
-            for role, shape in matrices.items():
+            for role, shape in self.layer_matrices().items():
                 out[f"blk.{i}.{role}.weight"] = (shape, self._type(role))
                 if role in self._biased_roles():
                     out[f"blk.{i}.{role}.bias"] = (shape[:1], "F32")
-            for role, n in vectors.items():
+            for role, n in self.layer_norms().items():
                 out[f"blk.{i}.{role}.weight"] = ((n,), "F32")
         return out | {name: ((len(values),), "F32") for name, values in self.vectors.items()}
+
+    def layer_matrices(self) -> dict[str, tuple[int, ...]]:
+        """Shapes by role."""
+        q, kv, d, f = self.heads * self.head_dim, self.kv_heads * self.head_dim, self.dim, self.ffn_dim
+        if self.architecture == "phi3":
+            return {"attn_qkv": (q + 2 * kv, d), "attn_output": (d, q), "ffn_up": (2 * f, d), "ffn_down": (d, f)}
+        attention = {"attn_q": (q, d), "attn_k": (kv, d), "attn_v": (kv, d), "attn_output": (d, q)}
+        return {**attention, "ffn_gate": (f, d), "ffn_up": (f, d), "ffn_down": (d, f)}
+
+    def layer_norms(self) -> dict[str, int]:
+        """Lengths by role."""
+        d = self.dim
+        norms = {} if self.architecture == "olmo2" else {"attn_norm": d, "ffn_norm": d}
+        if self.architecture in ("gemma3", "qwen3"):
+            norms |= {"attn_q_norm": self.head_dim, "attn_k_norm": self.head_dim}
+        if self.architecture == "olmo2":
+            norms |= {"attn_q_norm": self.heads * self.head_dim, "attn_k_norm": self.kv_heads * self.head_dim}
+        if self.architecture in ("gemma2", "gemma3", "olmo2"):
+            norms |= {"post_attention_norm": d, "post_ffw_norm": d}
+        return norms
 
     def metadata(self) -> dict[str, Any]:
         """Architecture keys as they appear in the file."""
@@ -225,6 +232,51 @@ class TinyQwen35(Tiny):
         return super().metadata() | {f"qwen35.{key}": value for key, value in keys.items()}
 
 
+@dataclass(frozen=True)
+class TinyLatent(Tiny):
+    """DeepSeek's latent attention. `kv_heads` and `head_dim` are those of the compressed keys: one head, its rank and the rotary part."""
+
+    architecture: str = "deepseek2"
+    kv_heads: int = 1
+    head_dim: int = 80
+    q_rank: int = 0
+    rope_dim: int = 16
+    plain_dim: int = 32
+    value_dim: int = 16
+
+    @property
+    def kv_rank(self) -> int:
+        return self.head_dim - self.rope_dim
+
+    def layer_matrices(self) -> dict[str, tuple[int, ...]]:
+        q, d, f = self.heads * (self.plain_dim + self.rope_dim), self.dim, self.ffn_dim
+        return {
+            **({"attn_q_a": (self.q_rank, d), "attn_q_b": (q, self.q_rank)} if self.q_rank else {"attn_q": (q, d)}),
+            "attn_kv_a_mqa": (self.head_dim, d),
+            "attn_k_b": (self.heads, self.kv_rank, self.plain_dim),
+            "attn_v_b": (self.heads, self.value_dim, self.kv_rank),
+            "attn_output": (d, self.heads * self.value_dim),
+            **{"ffn_gate": (f, d), "ffn_up": (f, d), "ffn_down": (d, f)},
+        }
+
+    def layer_norms(self) -> dict[str, int]:
+        ranks = {"attn_q_a_norm": self.q_rank} if self.q_rank else {}
+        return super().layer_norms() | ranks | {"attn_kv_a_norm": self.kv_rank}
+
+    def metadata(self) -> dict[str, Any]:
+        keys = {
+            "attention.kv_lora_rank": self.kv_rank,
+            "attention.value_length": self.kv_rank,
+            "attention.key_length_mla": self.plain_dim + self.rope_dim,
+            "attention.value_length_mla": self.value_dim,
+            "rope.dimension_count": self.rope_dim,
+        }
+        if self.q_rank:
+            keys["attention.q_lora_rank"] = self.q_rank
+        mine = {f"{self.architecture}.{key}": value for key, value in keys.items() if key not in self.keys}
+        return super().metadata() | mine
+
+
 def byte_level_vocabulary(size: int) -> tuple[list[str], list[str]]:
     """Special tokens, the 256 bytes in GPT-2's printable alphabet, merges of common English pairs, fillers up to `size`."""
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
@@ -265,7 +317,7 @@ def random_tensor(rng: np.random.Generator, name: str, shape: tuple[int, ...], t
     if len(shape) == 1:
         near = 0.0 if name.endswith(".bias") else 1.0
         return (near + 0.2 * rng.standard_normal(shape)).astype(np.float32)
-    deviation = 1.0 / math.sqrt(shape[1])
+    deviation = 1.0 / math.sqrt(shape[-1])
     if name.endswith(("attn_q.weight", "attn_k.weight")):
         deviation *= 1.5  # attention that is far from uniform
     if type_name in FACTORS or type_name in ("MXFP4", "NVFP4"):
@@ -273,7 +325,7 @@ def random_tensor(rng: np.random.Generator, name: str, shape: tuple[int, ...], t
     return gguf.quants.quantize((deviation * rng.standard_normal(shape)).astype(np.float32), TYPES[type_name])
 
 
-def random_blocks(rng: np.random.Generator, shape: tuple[int, int], type_name: str, deviation: float) -> NDArray[np.uint8]:
+def random_blocks(rng: np.random.Generator, shape: tuple[int, ...], type_name: str, deviation: float) -> NDArray[np.uint8]:
     """Blocks of random codes whose factors are set so that values have the given root mean square."""
     per_block, size = gguf.GGML_QUANT_SIZES[TYPES[type_name]]
     blocks = rng.integers(0, 256, (shape[0], shape[1] // per_block, size), dtype=np.uint8)
@@ -369,6 +421,10 @@ CASES: dict[str, Tiny] = {
     ),
     "qwen2": Tiny("qwen2", dim=96, heads=6, kv_heads=2, types={"": "Q8_0", "attn_v": "Q4_1"}, vocab=304, seed=7),
     "gemma3": Tiny("gemma3", layers=6, heads=2, kv_heads=1, head_dim=32, window=24, types=MIXED, seed=5),
+    "deepseek2": TinyLatent(heads=6, q_rank=64, dim=96, types={"": "Q8_0", "attn_k_b": "Q4_0", "attn_v_b": "Q5_1"}, seed=8),
+    "deepseek2-lite": TinyLatent(
+        layers=3, heads=3, head_dim=64, plain_dim=40, value_dim=32, ffn_dim=72, types={"": "F16", "attn_k_b": "F32"}, tied=False, seed=9
+    ),
     "gemma3-wide": Tiny("gemma3", layers=7, heads=4, kv_heads=2, head_dim=16, window=80, rope_factor=8.0, vocab=305, seed=6),
     "lfm2": TinyLfm2(types={"": "Q8_0", "in_proj": "Q4_0"}, seed=8),
     "lfm2-float": TinyLfm2(

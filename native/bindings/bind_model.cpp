@@ -41,24 +41,46 @@ void bind_weight(nb::module_& m) {
             "__init__",
             [](ModelWeight* self, int32_t type, In<uint8_t, 1> data, int64_t rows, int64_t cols, int threads) {
                 nb::gil_scoped_release release;
-                new (self) ModelWeight{pack_weight(type, data.data(), static_cast<int64_t>(data.size()), rows, cols, threads), {}};
+                new (self) ModelWeight{pack_weight(type, data.data(), static_cast<int64_t>(data.size()), rows, cols, threads), {}, {}};
             },
             "ggml_type"_a, "data"_a, "rows"_a, "cols"_a, "threads"_a = 1)
         .def_static(
             "vector",
             [](In<float, 1> v) {
-                return std::make_shared<ModelWeight>(ModelWeight{{}, {v.data(), v.data() + v.size()}});
+                return std::make_shared<ModelWeight>(ModelWeight{{}, {v.data(), v.data() + v.size()}, {}});
             },
             "values"_a)
-        .def_prop_ro("rows", [](const ModelWeight& w) { return w.is_vector() ? 1 : w.matrix.w.rows; })
-        .def_prop_ro("cols", [](const ModelWeight& w) { return w.is_vector() ? static_cast<int64_t>(w.vector.size()) : w.matrix.w.cols; })
+        .def_static(
+            "stack",
+            [](int32_t type, In<uint8_t, 1> data, int64_t experts, int64_t rows, int64_t cols, int threads) {
+                const auto size = static_cast<int64_t>(data.size());
+                if (experts < 1 || size % experts)
+                    throw std::invalid_argument("a stack of " + std::to_string(experts) + " matrices cannot have " + std::to_string(size) +
+                                                " bytes");
+                nb::gil_scoped_release release;
+                auto weight = std::make_shared<ModelWeight>();
+                for (int64_t e = 0; e < experts; ++e)
+                    weight->experts.push_back(pack_weight(type, data.data() + e * (size / experts), size / experts, rows, cols, threads));
+                return weight;
+            },
+            "ggml_type"_a, "data"_a, "experts"_a, "rows"_a, "cols"_a, "threads"_a = 1)
+        .def_prop_ro("experts", [](const ModelWeight& w) { return std::max<size_t>(1, w.experts.size()); })
+        .def_prop_ro("rows", [](const ModelWeight& w) { return w.is_vector() ? 1 : w.shape().rows; })
+        .def_prop_ro("cols", [](const ModelWeight& w) { return w.is_vector() ? static_cast<int64_t>(w.vector.size()) : w.shape().cols; })
         .def_prop_ro("nbytes",
-                     [](const ModelWeight& w) { return w.is_vector() ? static_cast<int64_t>(w.vector.size() * 4) : w.matrix.bytes; })
-        .def_prop_ro("is_integer", [](const ModelWeight& w) { return !w.is_vector() && w.matrix.w.scales != Scales::kNone; })
-        .def_prop_ro("group", [](const ModelWeight& w) { return w.is_vector() ? 0 : w.matrix.w.group; })
+                     [](const ModelWeight& w) {
+                         int64_t bytes = w.is_vector() ? static_cast<int64_t>(w.vector.size() * 4) : w.matrix.bytes;
+                         for (const PackedWeight& expert : w.experts)
+                             bytes += expert.bytes;
+                         return bytes;
+                     })
+        .def_prop_ro("is_integer", [](const ModelWeight& w) { return !w.is_vector() && w.shape().scales != Scales::kNone; })
+        .def_prop_ro("group", [](const ModelWeight& w) { return w.is_vector() ? 0 : w.shape().group; })
         .def(
             "dequantize",
             [](const ModelWeight& w, int64_t row0, int64_t count) {
+                if (!w.experts.empty())
+                    throw std::invalid_argument("dequantize: one matrix or vector, not a stack");
                 const int64_t rows = w.is_vector() ? 1 : w.matrix.w.rows,
                               cols = w.is_vector() ? static_cast<int64_t>(w.vector.size()) : w.matrix.w.cols;
                 if (count < 0)
@@ -101,7 +123,7 @@ void bind_state(nb::module_& m) {
             throw std::invalid_argument("page " + std::to_string(page) + " is not in use");
     };
     nb::class_<PagePool>(m, "PagePool")
-        .def(nb::init<int64_t, int64_t, int64_t, int64_t>(), "layers"_a, "kv_heads"_a, "dim"_a, "value_bytes"_a = 2)
+        .def(nb::init<int64_t, int64_t, int64_t, int64_t, int64_t>(), "layers"_a, "kv_heads"_a, "dim"_a, "value_dim"_a, "value_bytes"_a = 2)
         .def_prop_ro("page_bytes", &PagePool::page_bytes)
         .def_prop_ro("pages_in_use", &PagePool::in_use)
         .def_prop_ro("bytes_in_use", [](const PagePool& p) { return p.in_use() * p.page_bytes(); })
@@ -126,8 +148,7 @@ void bind_state(nb::module_& m) {
                 held(p, page);
                 uint16_t* out;
                 auto array = new_array<uint16_t>(
-                    {static_cast<size_t>(p.layers()), static_cast<size_t>(p.kv_heads()), 2, static_cast<size_t>(p.head_elements() / 2)},
-                    &out);
+                    {static_cast<size_t>(p.layers()), static_cast<size_t>(p.kv_heads()), static_cast<size_t>(p.head_elements())}, &out);
                 std::memcpy(out, p.data(page), static_cast<size_t>(p.page_bytes()));
                 return array;
             },

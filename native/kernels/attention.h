@@ -38,8 +38,8 @@ template <class V, int T, class Value = uint16_t> struct AttendTile {
     alignas(64) float page_m[kLanes] = {}, page_l[kLanes] = {}, a[kLanes] = {}, b[kLanes] = {};
     Visible visible[T];
     bool started[T] = {};
-    float *q, *scores, *o; // [dim][T], [T][64], [T][dim]
-    int dim;
+    float *q, *scores, *o; // [dim][T], [T][64], [T][value_dim]
+    int dim, value_dim;
     float cap;
 
     // Scores of J blocks of 16 positions: one fma chain over d for each, the soft cap before the mask.
@@ -144,7 +144,7 @@ template <class V, int T, class Value = uint16_t> struct AttendTile {
 
     // o of J blocks of 16 dimensions over positions [from, to): what lies outside is hidden for every row. Adding +0 at the end makes a sum that
     // is zero positive, so that hidden positions (p = +0 times any finite V) never show in a sign, whether they were walked or not.
-    // With `part` the page's own o is stored there, [T][dim], and merged later.
+    // With `part` the page's own o is stored there, [T][value_dim], and merged later.
     template <int J> QUAFF_INLINE void weigh(const Value* v, int block, int from, int to, float* part) {
         F sum[T][J];
 #pragma GCC unroll 8
@@ -152,8 +152,8 @@ template <class V, int T, class Value = uint16_t> struct AttendTile {
 #pragma GCC unroll 4
             for (int j = 0; j < J; ++j)
                 sum[t][j] = V::zero();
-        const Value* at = v + int64_t{from} * dim + block * kLanes;
-        for (int i = from; i < to; ++i, at += dim) {
+        const Value* at = v + int64_t{from} * value_dim + block * kLanes;
+        for (int i = from; i < to; ++i, at += value_dim) {
             F vi[J];
 #pragma GCC unroll 4
             for (int j = 0; j < J; ++j)
@@ -172,7 +172,7 @@ template <class V, int T, class Value = uint16_t> struct AttendTile {
                 continue;
 #pragma GCC unroll 4
             for (int j = 0; j < J; ++j) {
-                const int at_o = t * dim + (block + j) * kLanes;
+                const int at_o = t * value_dim + (block + j) * kLanes;
                 const F page_o = V::add(sum[t][j], V::zero());
                 if (part)
                     V::store(part + at_o, page_o);
@@ -196,7 +196,7 @@ template <class V, int T, class Value = uint16_t> struct AttendTile {
             started[t] = started[t] || visible[t].from < visible[t].to;
     }
 
-    // One page: reduced and merged, or with `part` reduced only: its m and l by lane, then o [T][dim].
+    // One page: reduced and merged, or with `part` reduced only: its m and l by lane, then o [T][value_dim].
     QUAFF_INLINE void page(const Value* k, float* part) {
         int from = kPage, to = 0;
         bool full = true;
@@ -223,7 +223,8 @@ template <class V, int T, class Value = uint16_t> struct AttendTile {
         }
         const Value* v = k + int64_t{kPage} * dim;
         float* part_o = part ? part + 2 * kLanes : nullptr;
-        walk_blocks<V::kAttendBlocks>(0, dim / kLanes, [&](auto n, int block) { weigh<decltype(n)::value>(v, block, from, to, part_o); });
+        walk_blocks<V::kAttendBlocks>(0, value_dim / kLanes,
+                                      [&](auto n, int block) { weigh<decltype(n)::value>(v, block, from, to, part_o); });
         mark_started();
     }
 
@@ -239,18 +240,19 @@ template <class V, int T, class Value = uint16_t> struct AttendTile {
         merge();
         for (int t = 0; t < T; ++t)
             if (visible[t].from < visible[t].to)
-                for (int d = 0; d < dim; d += kLanes)
-                    merge_o(t, t * dim + d, V::load(part + 2 * kLanes + t * dim + d));
+                for (int d = 0; d < value_dim; d += kLanes)
+                    merge_o(t, t * value_dim + d, V::load(part + 2 * kLanes + t * value_dim + d));
         mark_started();
     }
 
     // q is multiplied by the scale once, here.
     QUAFF_INLINE void load(const AttendArgs& args) {
         dim = args.dim;
+        value_dim = args.value_dim;
         cap = args.cap;
         scores = args.scratch;
         o = scores + T * kPage;
-        q = o + T * dim;
+        q = o + T * value_dim;
         for (int t = 0; t < T; ++t)
             for (int d = 0; d < dim; ++d)
                 q[d * T + t] = args.q[t][d] * args.scale;
@@ -259,8 +261,8 @@ template <class V, int T, class Value = uint16_t> struct AttendTile {
     QUAFF_INLINE void finish(const AttendArgs& args) const {
         for (int t = 0; t < T; ++t) {
             const auto inverse = V::set(1.0f / l[t]);
-            for (int d = 0; d < dim; d += kLanes)
-                V::store(args.out[t] + d, V::mul(V::load(o + t * dim + d), inverse));
+            for (int d = 0; d < value_dim; d += kLanes)
+                V::store(args.out[t] + d, V::mul(V::load(o + t * value_dim + d), inverse));
         }
     }
 };
@@ -331,26 +333,30 @@ template <class V> static void attend_f32(const AttendArgs* args) {
 
 // K is stored transposed, so that a score's chain over d runs with positions in the lanes. The clamp's operand order turns NaN into -65504: pages
 // hold finite values only, and a poisoned row cannot reach others through p = +0.
-template <class V> static void kv_write(const float* k, const float* v, uint16_t* kpage, uint16_t* vpage, int64_t dim, int64_t slot) {
+template <class V>
+static void kv_write(const float* k, const float* v, uint16_t* kpage, uint16_t* vpage, int64_t dim, int64_t value_dim, int64_t slot) {
     const auto low = V::set(-kF16Max), high = V::set(kF16Max);
     for (int64_t d = 0; d < dim; d += kLanes) {
         uint16_t column[kLanes];
         V::store_f16(column, V::min(V::max(V::load(k + d), low), high));
         for (int j = 0; j < kLanes; ++j)
             kpage[(d + j) * kPage + slot] = column[j];
-        V::store_f16(vpage + slot * dim + d, V::min(V::max(V::load(v + d), low), high));
     }
+    for (int64_t d = 0; d < value_dim; d += kLanes)
+        V::store_f16(vpage + slot * value_dim + d, V::min(V::max(V::load(v + d), low), high));
 }
 
-template <class V> static void kv_write_f32(const float* k, const float* v, float* kpage, float* vpage, int64_t dim, int64_t slot) {
+template <class V>
+static void kv_write_f32(const float* k, const float* v, float* kpage, float* vpage, int64_t dim, int64_t value_dim, int64_t slot) {
     const auto low = V::set(-kF16Max), high = V::set(kF16Max);
     for (int64_t d = 0; d < dim; d += kLanes) {
         float column[kLanes];
         V::store(column, V::min(V::max(V::load(k + d), low), high));
         for (int j = 0; j < kLanes; ++j)
             kpage[(d + j) * kPage + slot] = column[j];
-        V::store(vpage + slot * dim + d, V::min(V::max(V::load(v + d), low), high));
     }
+    for (int64_t d = 0; d < value_dim; d += kLanes)
+        V::store(vpage + slot * value_dim + d, V::min(V::max(V::load(v + d), low), high));
 }
 
 } // namespace quaff::kernels

@@ -13,6 +13,8 @@ size_t linear_scratch_bytes(const Weight& w) {
 }
 
 // Scaled q and the running o of a tile, and one page of its scores.
-size_t attend_scratch_floats(int32_t dim, int tile) { return static_cast<size_t>(tile) * static_cast<size_t>(2 * dim + kPage); }
+size_t attend_scratch_floats(int32_t dim, int32_t value_dim, int tile) {
+    return static_cast<size_t>(tile) * static_cast<size_t>(dim + value_dim + kPage);
+}
 
 } // namespace quaff

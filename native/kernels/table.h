@@ -140,18 +140,20 @@ struct LinearArgs {
     bool accumulate; // out = out + acc (residual) instead of out = acc
 };
 
+inline constexpr int64_t kMaxHeadDim = 1024; // of keys and of values: latent attention has 576 and 512
+
 struct AttendArgs {
     int count;                    // query vectors in the tile, <= KernelTable::attend_tile; all of one sequence and KV head
     const float* const* q;        // [count] -> [dim], after RoPE, unscaled
-    float* const* out;            // [count] -> [dim]
+    float* const* out;            // [count] -> [value_dim]
     const int32_t* position;      // [count] absolute positions
-    const uint16_t* const* pages; // page p of this sequence, layer and head: K transposed f16 [dim][64], then V f16 [64][dim]
+    const uint16_t* const* pages; // page p of this sequence, layer and head: K transposed f16 [dim][64], then V f16 [64][value_dim]
     int64_t head_offset;          // added (in u16 units) to every page pointer
-    int32_t dim;                  // a multiple of 16, <= 256
+    int32_t dim, value_dim;       // multiples of 16, <= kMaxHeadDim
     int32_t window;               // 0: none. Visible: j <= i and, with a window, j > i - window
     float scale;                  // q is multiplied by it once
     float cap;                    // 0: none. cap * tanh(s * (1/cap))
-    float* scratch;               // attend_scratch_floats(dim) floats, 64-byte aligned
+    float* scratch;               // attend_scratch_floats(dim, value_dim) floats, 64-byte aligned
 };
 
 // One row of a causal convolution of `channels` channels: taps[t] of a channel times row t of its values, oldest first.
@@ -196,13 +198,13 @@ struct KernelTable {
     void (*add_scaled)(float* y, const float* x, float s, int64_t n);    // y = y + x * s, rounded once
     void (*scale)(float* y, float s, int64_t n);                         // y = y * s
     void (*soft_cap)(float* y, float cap, int64_t n);                    // y = cap * tanh(y * (1/cap))
-    // Clamp to +-65504, round to f16, store position `slot` of a page of one head: k -> kpage[d*64+slot], v -> vpage[slot*dim+d].
-    void (*kv_write)(const float* k, const float* v, uint16_t* kpage, uint16_t* vpage, int64_t dim, int64_t slot);
+    // Clamp to +-65504, round to f16, store position `slot` of a page of one head: k -> kpage[d*64+slot], v -> vpage[slot*value_dim+d].
+    void (*kv_write)(const float* k, const float* v, uint16_t* kpage, uint16_t* vpage, int64_t dim, int64_t value_dim, int64_t slot);
     void (*attend)(const AttendArgs*);
     // Both over pages of f32, for checking against other implementations: the clamp stays, the rounding goes.
-    void (*kv_write_f32)(const float* k, const float* v, float* kpage, float* vpage, int64_t dim, int64_t slot);
+    void (*kv_write_f32)(const float* k, const float* v, float* kpage, float* vpage, int64_t dim, int64_t value_dim, int64_t slot);
     void (*attend_f32)(const AttendArgs*);
-    // The same in two steps, for few rows over many pages: what is found in pages [first, past) goes to parts, `stride` >= 32 + count * dim
+    // The same in two steps, for few rows over many pages: what is found in pages [first, past) goes to parts, `stride` >= 32 + count * value_dim
     // floats a page, in any order and by any worker; then one call merges all pages that the tile sees, ascending.
     void (*attend_parts)(const AttendArgs*, int32_t first, int32_t past, float* parts, int64_t stride);
     void (*attend_merge)(const AttendArgs*, int32_t first, int32_t past, float* parts, int64_t stride);
@@ -229,8 +231,8 @@ struct KernelTable {
 };
 
 [[gnu::always_inline]] inline int64_t panel_count(const Weight& w) { return (w.rows + 15) / 16; }
-size_t linear_scratch_bytes(const Weight& w);        // kernels/scratch.cpp
-size_t attend_scratch_floats(int32_t dim, int tile); // kernels/scratch.cpp
+size_t linear_scratch_bytes(const Weight& w);                           // kernels/scratch.cpp
+size_t attend_scratch_floats(int32_t dim, int32_t value_dim, int tile); // kernels/scratch.cpp
 
 // Null when this build lacks the set. The caller has checked that the processor can run it.
 const KernelTable* table_scalar();

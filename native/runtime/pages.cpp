@@ -1,4 +1,5 @@
 #include "pages.h"
+#include "kernels/table.h"
 #include "pack/memory.h"
 
 #include <cstring>
@@ -7,13 +8,15 @@
 
 namespace quaff {
 
-PagePool::PagePool(int64_t layers, int64_t kv_heads, int64_t dim, int64_t value_bytes)
-    : layers_(layers), kv_heads_(kv_heads), dim_(dim), words_(value_bytes / 2) {
+PagePool::PagePool(int64_t layers, int64_t kv_heads, int64_t dim, int64_t value_dim, int64_t value_bytes)
+    : layers_(layers), kv_heads_(kv_heads), dim_(dim), value_dim_(value_dim), words_(value_bytes / 2) {
     if (value_bytes != 2 && value_bytes != 4)
         throw std::invalid_argument("a KV value has 2 or 4 bytes, not " + std::to_string(value_bytes));
-    if (layers < 1 || layers > 4096 || kv_heads < 1 || kv_heads > 4096 || dim < 16 || dim > 256 || dim % 16)
+    const auto width = [](int64_t n) { return n >= 16 && n <= kMaxHeadDim && n % 16 == 0; };
+    if (layers < 1 || layers > 4096 || kv_heads < 1 || kv_heads > 4096 || !width(dim) || !width(value_dim))
         throw std::invalid_argument("no KV page of " + std::to_string(layers) + " layers, " + std::to_string(kv_heads) + " heads and " +
-                                    std::to_string(dim) + " values: a head has 16 to 256 values, a multiple of 16");
+                                    std::to_string(dim) + " + " + std::to_string(value_dim) + " values: a key or a value has 16 to " +
+                                    std::to_string(kMaxHeadDim) + ", a multiple of 16");
 }
 
 int32_t PagePool::take() {

@@ -1,4 +1,4 @@
-// Memory of KV pages of one kind: [layer][kv_head][K: dim x 64 | V: 64 x dim] f16 (or f32, for checking), zeroed when taken.
+// Memory of KV pages of one kind: [layer][kv_head][K: dim x 64 | V: 64 x value_dim] f16 (or f32, for checking), zeroed when taken.
 #pragma once
 #include "numerics.h"
 
@@ -13,13 +13,14 @@ public:
     PagePool(const PagePool&) = delete;
     PagePool& operator=(const PagePool&) = delete;
     // Throws std::invalid_argument for a shape no kernel takes. value_bytes: 2 or 4.
-    PagePool(int64_t layers, int64_t kv_heads, int64_t dim, int64_t value_bytes = 2);
+    PagePool(int64_t layers, int64_t kv_heads, int64_t dim, int64_t value_dim, int64_t value_bytes = 2);
 
     int64_t layers() const { return layers_; }
     int64_t kv_heads() const { return kv_heads_; }
     int64_t dim() const { return dim_; }
-    int64_t words() const { return words_; }                            // of 16 bits, in a value
-    int64_t head_elements() const { return 2 * kPage * dim_ * words_; } // 16-bit words of one head's part of a page
+    int64_t value_dim() const { return value_dim_; }
+    int64_t words() const { return words_; }                                       // of 16 bits, in a value
+    int64_t head_elements() const { return kPage * (dim_ + value_dim_) * words_; } // 16-bit words of one head's part of a page
     int64_t page_elements() const { return layers_ * kv_heads_ * head_elements(); }
     int64_t page_bytes() const { return page_elements() * 2; }
     int64_t in_use() const { return in_use_; }
@@ -33,7 +34,7 @@ public:
 private:
     using Page = std::shared_ptr<uint16_t>;
 
-    int64_t layers_, kv_heads_, dim_, words_, in_use_ = 0;
+    int64_t layers_, kv_heads_, dim_, value_dim_, words_, in_use_ = 0;
     std::vector<Page> pages_, spare_;
     std::vector<int32_t> free_;
 };

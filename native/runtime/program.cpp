@@ -17,9 +17,10 @@ struct Arity {
 };
 constexpr Arity kArity[] = {
     {"embed", 0, 1, 1, 0, 1},       {"rms_norm", 1, 2, 1, 1, 1}, {"quantize", 1, 1, 0, 0, 0}, {"linear", 2, -1, -1, 2, 0},
-    {"rope", 1, 1, 0, 4, 0},        {"kv_write", 2, 0, 0, 4, 0}, {"attend", 1, 1, 0, 6, 2},   {"glu", 2, 2, 0, 1, 0},
+    {"rope", 1, 1, 0, 4, 0},        {"kv_write", 2, 0, 0, 5, 0}, {"attend", 1, 1, 0, 7, 2},   {"glu", 2, 2, 0, 1, 0},
     {"add", 1, 1, 0, 0, 1},         {"conv", 1, 2, 2, 5, 0},     {"split", 1, -1, 0, -1, 0},  {"unit_norm", 1, 1, 0, 2, 2},
-    {"delta_gates", 2, 2, 2, 0, 0}, {"delta", 5, 1, 0, 7, 0},    {"scale", 1, 1, 0, 0, 2},
+    {"delta_gates", 2, 2, 2, 0, 0}, {"delta", 5, 1, 0, 7, 0},    {"scale", 1, 1, 0, 0, 2},    {"concat", 2, 1, 0, 1, 0},
+    {"head_linear", 2, 1, 2, 3, 0},
 };
 static_assert(std::size(kArity) == static_cast<size_t>(OpKind::kCount));
 
@@ -78,8 +79,9 @@ public:
         case OpKind::kKvWrite:
             scratch(in[0], false);
             scratch(in[1], false);
-            need(ints[3] >= 16 && ints[3] <= 256 && ints[3] % 16 == 0, "head size must be 16 to 256, a multiple of 16");
-            need(ints[2] >= 1 && ints[3] >= 1 && width(in[0]) == int64_t{ints[2]} * ints[3] && width(in[1]) == width(in[0]),
+            head_dim(ints[3]);
+            head_dim(ints[4]);
+            need(ints[2] >= 1 && width(in[0]) == int64_t{ints[2]} * ints[3] && width(in[1]) == int64_t{ints[2]} * ints[4],
                  "heads and width disagree");
             break;
         case OpKind::kAttend:
@@ -87,9 +89,10 @@ public:
             scratch(out[0], false);
             need(in[0] != out[0], "cannot work in place");
             need(ints[3] >= 1 && ints[2] >= 1 && ints[2] % ints[3] == 0, "query heads must be a multiple of KV heads");
-            need(ints[4] >= 16 && ints[4] <= 256 && ints[4] % 16 == 0, "head size must be 16 to 256, a multiple of 16");
+            head_dim(ints[4]);
+            head_dim(ints[6]);
             need(ints[5] >= 0, "window is negative");
-            need(width(in[0]) == int64_t{ints[2]} * ints[4] && width(out[0]) == width(in[0]), "heads and width disagree");
+            need(width(in[0]) == int64_t{ints[2]} * ints[4] && width(out[0]) == int64_t{ints[2]} * ints[6], "heads and width disagree");
             break;
         case OpKind::kGlu:
             scratch(in[0], false);
@@ -153,6 +156,24 @@ public:
                 scratch(out[0], false);
             need(out[0] == in[0] || in[0] != kLogits, "keeps logits where they are");
             break;
+        case OpKind::kConcat:
+            scratch(in[0], false);
+            scratch(in[1], false);
+            scratch(out[0], false);
+            need(in[0] != out[0] && in[1] != out[0], "cannot work in place");
+            need(of_head(in[0], ints[0]) + of_head(in[1], ints[0]) == of_head(out[0], ints[0]), "inputs and output differ in width");
+            break;
+        case OpKind::kHeadLinear:
+            need(in[0] != kNone || in[1] != kNone, "has no input");
+            need(ints[0] == 1 && ints[1] == 0, "has one weight and accumulates nowhere");
+            scratch(out[0], false);
+            of_head(out[0], ints[2]);
+            for (int i = 0; i < 2; ++i)
+                if (in[i] != kNone) {
+                    scratch(in[i], i == 0);
+                    need(of_head(in[i], ints[2]) % (i == 0 ? kQuantGroup : 1) == 0, "needs int8 heads of a multiple of 32");
+                }
+            break;
         case OpKind::kCount:
             break;
         }
@@ -168,6 +189,11 @@ private:
         need(id >= kFirstScratch && static_cast<size_t>(id - kFirstScratch) < program_.buffers.size(),
              "names a buffer that does not exist");
         need(program_.buffer(id).quantized == quantized, quantized ? "needs an int8 buffer here" : "needs an f32 buffer here");
+    }
+    void head_dim(int32_t n) const { need(n >= 16 && n <= kMaxHeadDim && n % 16 == 0, "head size must be 16 to 1024, a multiple of 16"); }
+    int64_t of_head(int32_t id, int32_t heads) const {
+        need(heads >= 1 && width(id) % heads == 0, "heads and width disagree");
+        return width(id) / heads;
     }
     void source(int32_t id) const {
         if (id != kResidual)
@@ -221,7 +247,7 @@ int32_t Model::add_stage(std::shared_ptr<const Program> program, std::vector<std
         if (slot == kNone)
             refuse(i, "a weight is missing");
         const ModelWeight& w = *weights[static_cast<size_t>(slot)];
-        if (w.is_vector() || w.matrix.w.rows != rows || w.matrix.w.cols != cols)
+        if (w.is_vector() || !w.experts.empty() || w.matrix.w.rows != rows || w.matrix.w.cols != cols)
             refuse(i,
                    "weight slot " + std::to_string(slot) + " is not a " + std::to_string(rows) + " x " + std::to_string(cols) + " matrix");
         return w.matrix.w;
@@ -289,6 +315,23 @@ int32_t Model::add_stage(std::shared_ptr<const Program> program, std::vector<std
             if (width(op.inputs[0]) != width(op.outputs[0]))
                 refuse(i, "scale input and output differ in width");
             break;
+        case OpKind::kHeadLinear: {
+            const int64_t heads = op.ints[2], rows = width(op.outputs[0]) / heads;
+            const int64_t cols = width(op.inputs[0] != kNone ? op.inputs[0] : op.inputs[1]) / heads;
+            if (op.weights[0] == kNone)
+                refuse(i, "a weight is missing");
+            const ModelWeight& w = *weights[static_cast<size_t>(op.weights[0])];
+            if (static_cast<int64_t>(w.experts.size()) != heads || w.shape().rows != rows || w.shape().cols != cols)
+                refuse(i, "weight slot " + std::to_string(op.weights[0]) + " is not " + std::to_string(heads) + " matrices of " +
+                              std::to_string(rows) + " x " + std::to_string(cols));
+            if (op.inputs[1] == kNone && w.shape().scales == Scales::kNone)
+                refuse(i, "float weights need the f32 input");
+            if (op.inputs[0] != kNone && op.inputs[1] != kNone && width(op.inputs[0]) != width(op.inputs[1]))
+                refuse(i, "inputs of heads differ in width");
+            if (op.weights[1] != kNone)
+                vector(i, op.weights[1], heads * rows);
+            break;
+        }
         default:
             break;
         }
@@ -314,10 +357,11 @@ void Model::check_pools(const std::vector<const PagePool*>& pools, const std::ve
             if (op.kind != OpKind::kKvWrite && op.kind != OpKind::kAttend)
                 continue;
             const bool attend = op.kind == OpKind::kAttend;
-            const int32_t kind = op.ints[0], layer = op.ints[1], heads = op.ints[attend ? 3 : 2], dim = op.ints[attend ? 4 : 3];
-            if (kind < 0 || kind >= static_cast<int32_t>(pools.size()) || layer < 0 ||
-                layer >= pools[static_cast<size_t>(kind)]->layers() || pools[static_cast<size_t>(kind)]->kv_heads() != heads ||
-                pools[static_cast<size_t>(kind)]->dim() != dim)
+            const int32_t kind = op.ints[0], layer = op.ints[1], heads = op.ints[attend ? 3 : 2], dim = op.ints[attend ? 4 : 3],
+                          value_dim = op.ints[attend ? 6 : 4];
+            const PagePool* pool = kind >= 0 && kind < static_cast<int32_t>(pools.size()) ? pools[static_cast<size_t>(kind)] : nullptr;
+            if (!pool || layer < 0 || layer >= pool->layers() || pool->kv_heads() != heads || pool->dim() != dim ||
+                pool->value_dim() != value_dim)
                 refuse(i, "no page pool of kind " + std::to_string(kind) + " fits layer " + std::to_string(layer));
         }
 }

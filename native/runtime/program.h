@@ -27,6 +27,8 @@ enum class OpKind : int32_t {
     kDeltaGates,
     kDelta,
     kScale,
+    kConcat,
+    kHeadLinear,
     kCount
 };
 
@@ -58,11 +60,13 @@ struct Program {
     int32_t weight_slots = 0;
 };
 
-// A packed matrix, or a float vector when `matrix` is empty.
+// A packed matrix, a stack of experts' matrices (each by itself, so that one can be read without the others), or a float vector.
 struct ModelWeight {
     PackedWeight matrix;
     std::vector<float> vector;
-    bool is_vector() const { return !matrix.storage; }
+    std::vector<PackedWeight> experts; // all of one shape and type
+    bool is_vector() const { return !matrix.storage && experts.empty(); }
+    const Weight& shape() const { return experts.empty() ? matrix.w : experts.front().w; }
 };
 
 struct Stage {

@@ -21,12 +21,15 @@ using Clock = std::chrono::steady_clock;
 int64_t q_stride(int64_t width) { return width + 64; }
 int64_t s_stride(int64_t width) { return (width / kQuantGroup + 15) / 16 * 16; }
 
+// Scales or sums: kernels take them by sixteen, from the first one of a head of the last row too.
+size_t scale_bytes(size_t count) { return aligned(count * 4) + 64; }
+
 size_t buffer_bytes(const Buffer& b, int64_t rows) {
     const auto n = static_cast<size_t>(rows);
     if (!b.quantized)
         return aligned(n * static_cast<size_t>(b.width) * 4);
     const auto scales = static_cast<size_t>(s_stride(b.width));
-    return aligned(n * static_cast<size_t>(q_stride(b.width))) + aligned(n * scales * 4) * 2 + aligned(n * scales * 8);
+    return aligned(n * static_cast<size_t>(q_stride(b.width))) + scale_bytes(n * scales) * 2 + scale_bytes(2 * n * scales);
 }
 
 // Rows that make it worth every worker's while to unpack all weights for its own rows: what one core writes is then read by the same core.
@@ -212,8 +215,10 @@ void StepRun::reserve() {
             if (op.kind == OpKind::kLinear)
                 for (size_t j = 0; j < op.outputs.size(); ++j)
                     scratch = std::max(scratch, linear_scratch_bytes(weight(stage, op.weights[j]).matrix.w));
+            if (op.kind == OpKind::kHeadLinear)
+                scratch = std::max(scratch, linear_scratch_bytes(weight(stage, op.weights[0]).shape()));
             if (op.kind == OpKind::kAttend)
-                scratch = std::max(scratch, attend_scratch_floats(op.ints[4], k_.attend_tile) * 4);
+                scratch = std::max(scratch, attend_scratch_floats(op.ints[4], op.ints[6], k_.attend_tile) * 4);
             if (op.kind == OpKind::kRmsNorm || op.kind == OpKind::kGlu || op.kind == OpKind::kConv) {
                 const int32_t out = op.outputs[0] != kNone ? op.outputs[0] : op.outputs[1];
                 scratch = std::max(scratch, static_cast<size_t>(stage.program->buffer(out).width) * 4);
@@ -239,9 +244,9 @@ void StepRun::run_stage(size_t index) {
             q.q = reinterpret_cast<int8_t*>(p);
             p += aligned(n * static_cast<size_t>(q_stride(b.width)));
             q.scale = reinterpret_cast<float*>(p);
-            p += aligned(n * s * 4);
+            p += scale_bytes(n * s);
             q.sum32 = reinterpret_cast<int32_t*>(p);
-            p += aligned(n * s * 4);
+            p += scale_bytes(n * s);
             q.sum16 = reinterpret_cast<int32_t*>(p);
             q.q_stride = q_stride(b.width);
             q.s_stride = s_stride(b.width);
@@ -300,6 +305,10 @@ void StepRun::run_op(const Stage& stage, const Op& op, bool tail) {
         return delta(op);
     case OpKind::kScale:
         return scale(op);
+    case OpKind::kConcat:
+        return concat(op);
+    case OpKind::kHeadLinear:
+        return head_linear(stage, op, tail);
     case OpKind::kCount:
         break;
     }
@@ -397,6 +406,16 @@ void StepRun::scale(const Op& op) {
             k_.scale(y, factor, n);
         if (cap > 0)
             k_.soft_cap(y, cap, n);
+    });
+}
+
+void StepRun::concat(const Op& op) {
+    const int64_t heads = op.ints[0], n = program_->buffer(op.inputs[0]).width / heads, m = program_->buffer(op.inputs[1]).width / heads;
+    each_row([&](int64_t i, int) {
+        const float *a = buffer_row(op.inputs[0], i), *b = buffer_row(op.inputs[1], i);
+        float* y = buffer_row(op.outputs[0], i);
+        for (int64_t h = 0; h < heads; ++h)
+            y = std::copy_n(b + h * m, m, std::copy_n(a + h * n, n, y));
     });
 }
 

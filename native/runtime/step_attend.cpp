@@ -16,7 +16,7 @@ constexpr int32_t kPagesPerUnit = 4;
 // A unit is one head's part of one page: keys lie transposed, so neighbouring rows share cache lines and must not be split among workers.
 void StepRun::kv_write(const Op& op) {
     const PagePool& pool = *pools_[static_cast<size_t>(op.ints[0])];
-    const int64_t heads = op.ints[2], dim = op.ints[3], offset = op.ints[1] * heads * pool.head_elements();
+    const int64_t heads = op.ints[2], dim = op.ints[3], value_dim = op.ints[4], offset = op.ints[1] * heads * pool.head_elements();
     std::vector<int64_t> begins; // cell rows at which a segment or a page begins
     for (int64_t i = 0; i < cell_size(); ++i)
         if (i == 0 || segment_of(i) != segment_of(i - 1) || position_of(i) / kPage != position_of(i - 1) / kPage)
@@ -31,22 +31,22 @@ void StepRun::kv_write(const Op& op) {
         for (int64_t h = head0; h < head1; ++h) {
             uint16_t* k = page + offset + h * pool.head_elements();
             for (int64_t i = begin; i < end; ++i) {
-                const float *new_k = buffer_row(op.inputs[0], i) + h * dim, *new_v = buffer_row(op.inputs[1], i) + h * dim;
+                const float *new_k = buffer_row(op.inputs[0], i) + h * dim, *new_v = buffer_row(op.inputs[1], i) + h * value_dim;
                 if (pool.words() == 1)
-                    k_.kv_write(new_k, new_v, k, k + kPage * dim, dim, position_of(i) % kPage);
+                    k_.kv_write(new_k, new_v, k, k + kPage * dim, dim, value_dim, position_of(i) % kPage);
                 else
-                    k_.kv_write_f32(new_k, new_v, reinterpret_cast<float*>(k), reinterpret_cast<float*>(k) + kPage * dim, dim,
+                    k_.kv_write_f32(new_k, new_v, reinterpret_cast<float*>(k), reinterpret_cast<float*>(k) + kPage * dim, dim, value_dim,
                                     position_of(i) % kPage);
             }
         }
     });
-    result_.counters.kv_bytes_written += cell_size() * heads * dim * 4 * pool.words();
+    result_.counters.kv_bytes_written += cell_size() * heads * (dim + value_dim) * 2 * pool.words();
 }
 
 template <typename Kernel>
 void StepRun::attend_each(const Op& op, const std::vector<AttendWork>& works, const std::vector<int64_t>& bounds, Kernel&& kernel) {
     const PagePool& pool = *pools_[static_cast<size_t>(op.ints[0])];
-    const int64_t kv_heads = op.ints[3], dim = op.ints[4], group = op.ints[2] / kv_heads;
+    const int64_t kv_heads = op.ints[3], dim = op.ints[4], value_dim = op.ints[6], group = op.ints[2] / kv_heads;
     const auto one = [&](int64_t u, int worker) {
         const AttendWork& w = works[static_cast<size_t>(u)];
         constexpr int kMaxTile = 64;
@@ -55,9 +55,9 @@ void StepRun::attend_each(const Op& op, const std::vector<AttendWork>& works, co
         int32_t position[kMaxTile];
         AttendArgs a{};
         for (int64_t v = w.tile * k_.attend_tile; v < std::min((w.tile + 1) * k_.attend_tile, w.rows * group); ++v, ++a.count) {
-            const int64_t i = w.begin + v / group, at = (w.head * group + v % group) * dim;
-            q[a.count] = buffer_row(op.inputs[0], i) + at;
-            out[a.count] = buffer_row(op.outputs[0], i) + at;
+            const int64_t i = w.begin + v / group, head = w.head * group + v % group;
+            q[a.count] = buffer_row(op.inputs[0], i) + head * dim;
+            out[a.count] = buffer_row(op.outputs[0], i) + head * value_dim;
             position[a.count] = position_of(i);
         }
         a.q = q;
@@ -66,6 +66,7 @@ void StepRun::attend_each(const Op& op, const std::vector<AttendWork>& works, co
         a.pages = pages_[static_cast<size_t>(op.ints[0])][static_cast<size_t>(segment_of(w.begin))].data();
         a.head_offset = (op.ints[1] * kv_heads + w.head) * pool.head_elements();
         a.dim = static_cast<int32_t>(dim);
+        a.value_dim = static_cast<int32_t>(value_dim);
         a.window = op.ints[5];
         a.scale = op.floats[0];
         a.cap = op.floats[1];
@@ -76,13 +77,14 @@ void StepRun::attend_each(const Op& op, const std::vector<AttendWork>& works, co
 }
 
 void StepRun::attend(const Op& op) {
-    const int64_t heads = op.ints[2], kv_heads = op.ints[3], dim = op.ints[4], window = op.ints[5], group = heads / kv_heads;
+    const int64_t heads = op.ints[2], kv_heads = op.ints[3], window = op.ints[5], group = heads / kv_heads;
+    const int64_t macs = heads * (op.ints[4] + op.ints[6]); // of one row and one position it sees
     const auto seen_from = [&](int64_t position) { return window ? std::max<int64_t>(0, position - window + 1) : 0; };
     std::vector<AttendWork> runs, tiles; // a run: the rows of one segment, `tile` counts its tiles
     int64_t pages = 0;
     for (int64_t begin = 0, end; begin < cell_size(); begin = end) {
         for (end = begin; end < cell_size() && segment_of(end) == segment_of(begin); ++end)
-            result_.counters.attention_macs += (position_of(end) + 1 - seen_from(position_of(end))) * 2 * dim * heads;
+            result_.counters.attention_macs += (position_of(end) + 1 - seen_from(position_of(end))) * macs;
         const int64_t rows = end - begin, count = (rows * group + k_.attend_tile - 1) / k_.attend_tile;
         const auto first_page = static_cast<int32_t>(seen_from(position_of(begin)) / kPage);
         runs.push_back({begin, rows, 0, count, first_page, position_of(end - 1) / kPage + 1, nullptr});
@@ -109,7 +111,7 @@ void StepRun::attend(const Op& op) {
 // Few tiles over many pages, as in decode: workers share the pages of a tile, then merge what they found in order.
 void StepRun::attend_shared(const Op& op, std::vector<AttendWork>& tiles, int64_t pages) {
     ++rt_.shared_;
-    const int64_t stride = 2 * kLanes + k_.attend_tile * op.ints[4];
+    const int64_t stride = 2 * kLanes + k_.attend_tile * op.ints[6];
     auto* part = reinterpret_cast<float*>(rt_.parts_.reserve(static_cast<size_t>(pages * stride) * 4));
     std::vector<AttendWork> works;
     for (AttendWork& tile : tiles) {

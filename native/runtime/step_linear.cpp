@@ -22,6 +22,11 @@ QuantRows rows_from(const QuantRows& q, int64_t row) {
             q.s_stride};
 }
 
+// The same rows from column `at` on, a multiple of 32.
+QuantRows columns_from(const QuantRows& q, int64_t at) {
+    return {q.q + at, q.scale + at / 32, q.sum32 + at / 32, q.sum16 + at / 16, q.q_stride, q.s_stride};
+}
+
 } // namespace
 
 // Panels that a worker claims at once. With rows of his own he takes whole claims; else claims are small enough that workers end together.
@@ -103,6 +108,39 @@ void StepRun::linear(const Stage& stage, const Op& op, bool tail) {
     };
     // With a block for each worker the even stretches of the pool are the blocks.
     rt_.pool_.run(first[n] * static_cast<int64_t>(x.size()), one);
+}
+
+// Every head's part of the input times a matrix of its own.
+void StepRun::head_linear(const Stage& stage, const Op& op, bool tail) {
+    const ModelWeight& stack = weight(stage, op.weights[0]);
+    const float* bias = op.weights[1] == kNone ? nullptr : weight(stage, op.weights[1]).vector.data();
+    const int64_t heads = op.ints[2], rows = stack.shape().rows, cols = stack.shape().cols, panels = panel_count(stack.shape());
+    auto& c = result_.counters;
+    (tail ? c.head_bytes_touched : c.weight_bytes_touched) += heads * stack.experts.front().bytes;
+    (tail ? c.head_macs : c.macs) += cell_size() * heads * rows * cols;
+    const std::vector<int64_t> bounds = row_blocks();
+    const auto blocks = static_cast<int64_t>(bounds.size()) - 1;
+    rt_.owned_ += blocks > 1;
+    const int64_t claim = std::min(panels, panels_per_claim(stack.shape(), blocks > 1)), claims = (panels + claim - 1) / claim;
+    rt_.pool_.run(blocks * heads * claims, [&](int64_t u, int worker) {
+        const int64_t head = u / claims % heads, first = u % claims * claim;
+        const auto block = static_cast<size_t>(u / (heads * claims));
+        LinearArgs a{};
+        a.w = &stack.experts[static_cast<size_t>(head)].w;
+        a.rows = bounds[block + 1] - bounds[block];
+        a.bias = bias ? bias + head * rows : nullptr;
+        a.out = buffer_row(op.outputs[0], bounds[block]) + head * rows;
+        a.out_stride = heads * rows;
+        QuantRows x{};
+        if (op.inputs[0] != kNone && a.w->scales != Scales::kNone) {
+            x = columns_from(rows_from(quant(op.inputs[0]), bounds[block]), head * cols);
+            a.x = &x;
+        } else {
+            a.xf = buffer_row(op.inputs[1], bounds[block]) + head * cols;
+            a.xf_stride = heads * cols;
+        }
+        (a.x ? k_.linear_int : k_.linear_float)(&a, first, std::min(first + claim, panels), worker_scratch(worker));
+    });
 }
 
 } // namespace quaff

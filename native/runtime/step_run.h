@@ -88,11 +88,13 @@ private:
     void split(const Op& op);
     void add(const Op& op);
     void scale(const Op& op);
+    void concat(const Op& op);
 
     // ---- step_linear.cpp ----
     int64_t panels_per_claim(const Weight& w, bool owned) const;
     LinearArgs linear_args(const Stage& stage, const Op& op, size_t j, int64_t row, int64_t end, const QuantRows* x) const;
     void linear(const Stage& stage, const Op& op, bool tail);
+    void head_linear(const Stage& stage, const Op& op, bool tail);
 
     // ---- step_attend.cpp ----
     // Attention of one tile over pages [first, past): the vectors of up to attend_tile (row, head) pairs of one segment that share a KV head,

@@ -302,8 +302,9 @@ float half_value(uint16_t h) {
 }
 
 std::vector<float> attend(const AttendArgs& a, int row) {
-    const int64_t dim = a.dim, at = a.position[row], first = a.window ? std::max<int64_t>(0, at - a.window + 1) : 0;
-    std::vector<float> o(static_cast<size_t>(dim)), page_o(o.size());
+    const int64_t dim = a.dim, value_dim = a.value_dim, at = a.position[row],
+                  first = a.window ? std::max<int64_t>(0, at - a.window + 1) : 0;
+    std::vector<float> o(static_cast<size_t>(value_dim)), page_o(o.size());
     float m = 0, l = 0;
     for (int64_t page = first / kPage; page <= at / kPage; ++page) {
         const uint16_t *k = a.pages[page], *v = k + kPage * dim;
@@ -321,10 +322,10 @@ std::vector<float> attend(const AttendArgs& a, int row) {
         for (int w = kLanes / 2; w; w /= 2)
             for (int j = 0; j < w; ++j)
                 lanes[j] += lanes[j + w];
-        for (int64_t d = 0; d < dim; ++d) {
+        for (int64_t d = 0; d < value_dim; ++d) {
             float sum = 0;
             for (int64_t j = from; j < to; ++j)
-                sum = std::fma(s[j], half_value(v[j * dim + d]), sum);
+                sum = std::fma(s[j], half_value(v[j * value_dim + d]), sum);
             page_o[static_cast<size_t>(d)] = sum + 0.0f;
         }
         if (page == first / kPage) {
@@ -348,22 +349,25 @@ std::vector<float> attend(const AttendArgs& a, int row) {
 void attention(const KernelTable& k, Lines& lines) {
     Hash pages_hash, hash;
     bool wrong = false;
-    for (const int32_t dim : {16, 48, 64, 80, 128, 256}) {
-        Random random(static_cast<uint64_t>(dim));
+    constexpr std::pair<int32_t, int32_t> kDims[] = {{16, 16},   {48, 48}, {64, 64},  {80, 80},  {128, 128},
+                                                     {256, 256}, {80, 64}, {32, 112}, {576, 512}};
+    for (const auto& [dim, value_dim] : kDims) {
+        Random random(static_cast<uint64_t>(dim * 1024 + value_dim));
         constexpr int kPages = 4, kRows = 29, kEnd = kPages * kPage;
-        const auto page_size = static_cast<size_t>(2 * kPage * dim);
+        const auto page_size = static_cast<size_t>(kPage * (dim + value_dim));
         Buffer<uint16_t> memory(kPages * page_size);
         const uint16_t* pages[kPages];
         for (int position = 0; position < kEnd; ++position) {
-            const auto kv = numbers(random, 2 * dim, -18, position % 37 ? 2 : 18); // f16 denormals, and now and then clamped values
+            const auto kv = numbers(random, dim + value_dim, -18, position % 37 ? 2 : 18); // f16 denormals, and now and then clamped values
             uint16_t* page = memory.data() + static_cast<size_t>(position / kPage) * page_size;
             pages[position / kPage] = page;
-            k.kv_write(kv.data(), kv.data() + dim, page, page + kPage * dim, dim, position % kPage);
+            k.kv_write(kv.data(), kv.data() + dim, page, page + kPage * dim, dim, value_dim, position % kPage);
         }
         pages_hash.values(memory);
         const auto q = numbers(random, kRows * dim, -6, 2);
-        Buffer<float> out(q.size()), shared(q.size()), scratch(attend_scratch_floats(dim, k.attend_tile));
-        Buffer<float> parts(static_cast<size_t>(kPages * (32 + k.attend_tile * dim)));
+        Buffer<float> out(static_cast<size_t>(kRows * value_dim)), shared(out.size()),
+            scratch(attend_scratch_floats(dim, value_dim, k.attend_tile));
+        Buffer<float> parts(static_cast<size_t>(kPages * (32 + k.attend_tile * value_dim)));
         for (const int32_t window : {0, 1, 7, 64, 100})
             for (const float cap : {0.0f, 3.0f})
                 for (int order = 0; order < 3; ++order) { // ascending, scattered, all at the last position
@@ -375,7 +379,7 @@ void attention(const KernelTable& k, Lines& lines) {
                         for (; a.count < size && begin + a.count < kRows; ++a.count) {
                             const int row = begin + a.count;
                             queries[a.count] = q.data() + row * dim;
-                            results[a.count] = out.data() + row * dim;
+                            results[a.count] = out.data() + row * value_dim;
                             positions[a.count] = order == 0 ? 50 + row : order == 1 ? row * 89 % kEnd : kEnd - 1;
                         }
                         a.q = queries;
@@ -383,6 +387,7 @@ void attention(const KernelTable& k, Lines& lines) {
                         a.position = positions;
                         a.pages = pages;
                         a.dim = dim;
+                        a.value_dim = value_dim;
                         a.window = window;
                         a.scale = 0x1.6a09e6p-3f;
                         a.cap = cap;
@@ -391,7 +396,7 @@ void attention(const KernelTable& k, Lines& lines) {
                         // The same with its pages shared out: parts in another order, by blocks, then merged.
                         for (int t = 0; t < a.count; ++t)
                             shared_results[t] = shared.data() + (results[t] - out.data());
-                        const int64_t stride = 32 + k.attend_tile * dim;
+                        const int64_t stride = 32 + k.attend_tile * value_dim;
                         a.out = shared_results;
                         k.attend_parts(&a, 3, kPages, parts.data() + 3 * stride, stride);
                         k.attend_parts(&a, 0, 3, parts.data(), stride);

@@ -30,12 +30,16 @@ class Weight:
     def __init__(self, ggml_type: int, data: U8, rows: int, cols: int, threads: int = 1) -> None: ...
     @staticmethod
     def vector(values: F32) -> Weight: ...
+    @staticmethod
+    def stack(ggml_type: int, data: U8, experts: int, rows: int, cols: int, threads: int = 1) -> Weight: ...  # each packed by itself
+    @property
+    def experts(self) -> int: ...  # matrices of rows x cols: 1 but for a stack
     @property
     def rows(self) -> int: ...
     @property
     def cols(self) -> int: ...
     @property
-    def nbytes(self) -> int: ...  # bytes one pass over the weight reads
+    def nbytes(self) -> int: ...  # bytes one pass over the weight reads; of a stack, over all its matrices
     @property
     def is_integer(self) -> bool: ...
     @property
@@ -58,11 +62,11 @@ class RopeTable:
     def rows(self, positions: I32) -> F32: ...  # [n, rotary_dim]: cos half, then sin half
 
 class PagePool:
-    """Memory of KV pages of one kind, zeroed when taken. Layout of a page: [layer][kv_head][K: dim x 64 | V: 64 x dim] f16.
+    """Memory of KV pages of one kind, zeroed when taken. Layout of a page: [layer][kv_head][K: dim x 64 | V: 64 x value_dim] f16.
 
     With `value_bytes` 4, f32 for checking: `array` gives two words of 16 bits a value."""
 
-    def __init__(self, layers: int, kv_heads: int, dim: int, value_bytes: int = 2) -> None: ...
+    def __init__(self, layers: int, kv_heads: int, dim: int, value_dim: int, value_bytes: int = 2) -> None: ...
     @property
     def page_bytes(self) -> int: ...
     @property
@@ -72,7 +76,7 @@ class PagePool:
     def take(self) -> int: ...  # MemoryError when the system refuses
     def give(self, page: int) -> None: ...
     def copy(self, page: int) -> int: ...  # a new page with the same bytes
-    def array(self, page: int) -> U16: ...  # a copy, [layers, kv_heads, 2, 64*dim]
+    def array(self, page: int) -> U16: ...  # a copy, [layers, kv_heads, 64*(dim + value_dim)]
 
 class StatePool:
     """Memory of recurrent state of one kind: slots of `layers` x `size` f32 values, those of an earlier use until a step fills them."""

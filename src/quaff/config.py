@@ -15,7 +15,7 @@ KVDtype = Literal["float16", "float32"]
 Quantize = Literal["q8_0", "q4_0", "q4_1", "none"]
 QUANTIZE: tuple[Quantize, ...] = get_args(Quantize)
 
-MAX_HEAD_DIM = 256
+MAX_HEAD_DIM = 1024
 MAX_LAYERS = 1024
 MAX_SIZE = 1 << 24
 """No width, vocabulary or context of a real model comes near it; products of two of them still fit 64 bits."""
@@ -71,7 +71,10 @@ class RopeConfig:
 
 @dataclass(frozen=True, slots=True)
 class AttentionConfig:
-    """Grouped-query attention of one layer. `window` 0 sees all earlier positions, otherwise j > i - window. `softcap` 0 is none."""
+    """Grouped-query attention of one layer. `window` 0 sees all earlier positions, otherwise j > i - window. `softcap` 0 is none.
+
+    `head_dim` is the width of a query's and a key's head, `v_dim` that of a value's: `value_dim`, or the same when that is 0.
+    """
 
     heads: int
     kv_heads: int
@@ -79,13 +82,20 @@ class AttentionConfig:
     window: int
     scale: float
     softcap: float = 0.0
+    value_dim: int = 0
+
+    @property
+    def v_dim(self) -> int:
+        return self.value_dim or self.head_dim
 
     def __post_init__(self) -> None:
         _size("attention head count", self.heads, 4096)
         _size("attention KV head count", self.kv_heads, 4096)
         _check(self.heads % self.kv_heads == 0, f"{self.heads} attention heads cannot share {self.kv_heads} KV heads evenly")
         _size("attention head dimension", self.head_dim, MAX_HEAD_DIM)
-        _check(self.head_dim % 16 == 0, f"attention head dimension is {self.head_dim}; expected a multiple of 16")
+        _size("attention value dimension", self.v_dim, MAX_HEAD_DIM)
+        for what, n in (("head", self.head_dim), ("value", self.v_dim)):
+            _check(n % 16 == 0, f"attention {what} dimension is {n}; expected a multiple of 16")
         _check(0 <= self.window <= MAX_SIZE, f"attention window is {self.window}; expected 0..{MAX_SIZE}")
         _positive("attention scale", self.scale)
         _check(math.isfinite(self.softcap) and self.softcap >= 0, f"attention soft cap is {self.softcap!r}; expected a finite number >= 0")
@@ -111,11 +121,34 @@ class DeltaConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class LatentConfig:
+    """Latent attention: queries are made from `q_rank` values (0: from the whole row), keys and values of all heads from `kv_rank` values.
+
+    Before compression a head's query and key have `plain_dim` values without a position beside the rotary ones, its value `value_dim`.
+    """
+
+    q_rank: int
+    kv_rank: int
+    plain_dim: int
+    value_dim: int
+
+    def __post_init__(self) -> None:
+        _check(0 <= self.q_rank <= MAX_SIZE, f"rank of queries is {self.q_rank}; expected 0..{MAX_SIZE}")
+        for what, n in (
+            ("rank of keys and values", self.kv_rank),
+            ("plain dimension of keys", self.plain_dim),
+            ("value dimension", self.value_dim),
+        ):
+            _size(what, n, MAX_HEAD_DIM)
+
+
+@dataclass(frozen=True, slots=True)
 class LayerConfig:
     """One layer; layers with equal KV shape and kind share a page table. Without `rope` its positions are not encoded; queries turn by
     `query_rope` where theirs is another.
 
     Layers of kinds conv and delta have `conv_taps` taps for every channel and do not use `attention` and `rope`, which are the others'.
+    With `latent`, `attention` is that over compressed keys.
     """
 
     kind: LayerKind
@@ -124,6 +157,7 @@ class LayerConfig:
     conv_taps: int = 0
     delta: DeltaConfig | None = None
     query_rope: RopeConfig | None = None
+    latent: LatentConfig | None = None
 
     def __post_init__(self) -> None:
         _check(self.kind in get_args(LayerKind), f"layer kind is {self.kind!r}; expected {', '.join(get_args(LayerKind))}")

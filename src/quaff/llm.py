@@ -397,7 +397,9 @@ class LLM:
         self.accountant = Accountant(limit)
         self._weights = ResidentWeights(model.views, threads, self.accountant, progress)
         self.chunk = engine_config.chunk or _measured_chunk(self._weights.bytes_per_weight, threads)
-        pools = [_native.PagePool(len(kind.layers), kind.kv_heads, kind.dim, kind.value_bytes) for kind in self.graph.kv_kinds]
+        pools = [
+            _native.PagePool(len(kind.layers), kind.kv_heads, kind.dim, kind.value_dim, kind.value_bytes) for kind in self.graph.kv_kinds
+        ]
         states = [_native.StatePool(len(kind.layers), kind.size) for kind in self.graph.state_kinds]
         cache = PageCache(self.graph.kv_kinds, pools, self.accountant, self.graph.state_kinds, states)
         runner = Runner(self.graph, self._weights, pools, threads, self.accountant, states)

@@ -225,6 +225,37 @@ GEMMA2 = settings(
 )
 GEMMA2_NORMS = {module: letters for module, letters in GEMMA_NORMS.items() if module not in QK_NORMS}
 
+
+def latent(model_type: str, architecture: str, **changes: Any) -> dict[str, Any]:
+    """Latent attention with dense layers; the norms inside it have an epsilon of 1e-6 whatever the configuration says."""
+    widths = {"kv_lora_rank": 64, "q_lora_rank": 48, "qk_nope_head_dim": 32, "qk_rope_head_dim": 16, "v_head_dim": 48}
+    mixture = {"first_k_dense_replace": 3, "n_routed_experts": 8, "num_experts_per_tok": 2, "n_shared_experts": 1}
+    mixture |= {"moe_intermediate_size": 64, "routed_scaling_factor": 2.5, "norm_topk_prob": True, "n_group": 2, "topk_group": 1}
+    common = {"num_hidden_layers": 3, "num_key_value_heads": 6, "head_dim": None, "rms_norm_eps": 1e-6}
+    return settings(model_type, architecture, **(widths | mixture | common | changes))
+
+
+def latent_decoder(config: Mapping[str, Any]) -> Shapes:
+    heads, dim, rank, turned = (config[k] for k in ("num_attention_heads", "hidden_size", "kv_lora_rank", "qk_rope_head_dim"))
+    q, made = heads * (config["qk_nope_head_dim"] + turned), heads * (config["qk_nope_head_dim"] + config["v_head_dim"])
+    shapes = decoder(config | {"head_dim": turned}, GATED | NORMS)
+    for i in range(config["num_hidden_layers"]):
+        at = f"model.layers.{i}.self_attn"
+        if config["q_lora_rank"]:
+            shapes |= {f"{at}.q_a_proj.weight": (config["q_lora_rank"], dim), f"{at}.q_a_layernorm.weight": (config["q_lora_rank"],)}
+            shapes[f"{at}.q_b_proj.weight"] = (q, config["q_lora_rank"])
+        else:
+            shapes[f"{at}.q_proj.weight"] = (q, dim)
+        shapes |= {f"{at}.kv_a_proj_with_mqa.weight": (rank + turned, dim), f"{at}.kv_a_layernorm.weight": (rank,)}
+        shapes |= {f"{at}.kv_b_proj.weight": (made, rank), f"{at}.o_proj.weight": (dim, heads * config["v_head_dim"])}
+    return shapes
+
+
+DEEPSEEK_V2 = latent("deepseek_v2", "DeepseekV2ForCausalLM") | {"q_lora_rank": None}
+DEEPSEEK_V3 = latent("deepseek_v3", "DeepseekV3ForCausalLM", rope_theta=None, rope_parameters=YARN | {"mscale": 1.0, "mscale_all_dim": 1.0})
+GLM_LITE = latent("glm4_moe_lite", "Glm4MoeLiteForCausalLM", first_k_dense_replace=None, mlp_layer_types=["dense"] * 3)
+KIMI_K2 = latent("kimi_k2", "DeepseekV3ForCausalLM", num_attention_heads=4, num_key_value_heads=4, rope_theta=50000.0)
+
 FAMILIES: dict[str, TinyHF] = {
     "llama3": TinyHF(LLAMA3, decoder(LLAMA3, ATTENTION | GATED | NORMS), seed=10),
     "mistral": TinyHF(MISTRAL, decoder(MISTRAL, ATTENTION | GATED | NORMS), seed=11),
@@ -241,4 +272,8 @@ FAMILIES: dict[str, TinyHF] = {
     "gemma3": TinyHF(GEMMA3, decoder(GEMMA3, ATTENTION | GATED | GEMMA_NORMS), {".*norm.weight": (0.0, 0.2)}, seed=3),
     "lfm2": TinyHF(LFM2, LFM2_SHAPES, {".*embed_tokens.*": (0.0, 0.4)}, seed=20),
     "qwen35": TinyHF(QWEN35, QWEN35_SHAPES, QWEN35_VALUES, seed=21),
+    "deepseek-v2": TinyHF(DEEPSEEK_V2, latent_decoder(DEEPSEEK_V2), seed=20),
+    "deepseek-v3": TinyHF(DEEPSEEK_V3, latent_decoder(DEEPSEEK_V3), seed=21),
+    "glm-4.7-flash": TinyHF(GLM_LITE, latent_decoder(GLM_LITE), seed=22),
+    "kimi-k2": TinyHF(KIMI_K2, latent_decoder(KIMI_K2), seed=23),
 }

@@ -5,6 +5,7 @@ python -m tests.goldens.make_families NAME...
 
 from __future__ import annotations
 
+import json
 import sys
 import tempfile
 from pathlib import Path
@@ -23,6 +24,9 @@ def make(name: str) -> None:
     case = FAMILIES[name]
     with tempfile.TemporaryDirectory() as folder:
         case.write(Path(folder))
+        # Kimi K2 names a model type of its own and runs DeepSeek V3's code.
+        config = dict(case.config) | ({"model_type": "deepseek_v3"} if case.config["model_type"] == "kimi_k2" else {})
+        (Path(folder) / "config.json").write_text(json.dumps(config))
         model, report = transformers.AutoModelForCausalLM.from_pretrained(
             folder, dtype=torch.float32, attn_implementation="eager", output_loading_info=True
         )

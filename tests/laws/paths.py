@@ -15,7 +15,7 @@ from tests.tiny import CASES, Tiny
 
 from quaff import _native
 from quaff.batch import PAGE, Batch, Counters, Segment
-from quaff.cache.pages import PageCache
+from quaff.cache.pages import PageCache, split_page
 from quaff.checkpoint import open_checkpoint
 from quaff.config import Activations, KVDtype
 from quaff.engine.runner import Runner
@@ -32,8 +32,8 @@ ISAS = _native.available_isas()
 
 @dataclass
 class Trace:
-    """What a sequence left: logits [rows, vocab], per KV kind [layers, heads, positions, 2, dim] f16 bits, positions in order, and per kind
-    of recurrent state its bytes after the last step."""
+    """What a sequence left: logits [rows, vocab], per KV kind [layers, heads, positions, dim + value_dim] f16 bits, positions in order, and
+    per kind of recurrent state its bytes after the last step."""
 
     logits: list[NDArray[np.float32]] = field(default_factory=list)
     kv: list[list[NDArray[np.uint16]]] = field(default_factory=list)
@@ -76,7 +76,9 @@ class Tinyrun:
             accountant = Accountant()
             self.weights = ResidentWeights(model.views, 1, accountant)
         self.vocab = model.config.vocab
-        self.pools = [_native.PagePool(len(kind.layers), kind.kv_heads, kind.dim, kind.value_bytes) for kind in self.graph.kv_kinds]
+        self.pools = [
+            _native.PagePool(len(kind.layers), kind.kv_heads, kind.dim, kind.value_dim, kind.value_bytes) for kind in self.graph.kv_kinds
+        ]
         self.state_pools = [_native.StatePool(len(kind.layers), kind.size) for kind in self.graph.state_kinds]
         self.cache = PageCache(self.graph.kv_kinds, self.pools, accountant, self.graph.state_kinds, self.state_pools)
         self.runner = Runner(self.graph, self.weights, self.pools, 1, accountant, self.state_pools)
@@ -117,13 +119,11 @@ class Tinyrun:
         return tuple(pool.array(int(slots[-1])).tobytes() for pool, slots in zip(self.state_pools, segment.states, strict=True))
 
     def _kv(self, kind: int, table: NDArray[np.int32], start: int, rows: int) -> NDArray[np.uint16]:
-        """K and V of positions start .. start + rows - 1, [layers, heads, rows, 2, dim], read before any page is given back."""
+        """K and V of positions start .. start + rows - 1, [layers, heads, rows, dim + value_dim], read before any page is given back."""
         k, first, last = self.graph.kv_kinds[kind], start // PAGE, (start + rows - 1) // PAGE
-        pages = np.stack([self.pools[kind].array(int(p)) for p in table[first : last + 1]]).view(f"u{k.value_bytes}")
-        shape = (len(pages), len(k.layers), k.kv_heads)
-        keys = pages[:, :, :, 0].reshape(*shape, k.dim, PAGE).transpose(1, 2, 0, 4, 3)
-        values = pages[:, :, :, 1].reshape(*shape, PAGE, k.dim).transpose(1, 2, 0, 3, 4)
-        both = np.stack([keys, values], axis=4).reshape(*shape[1:], len(pages) * PAGE, 2, k.dim)
+        pages = np.stack([self.pools[kind].array(int(p)) for p in table[first : last + 1]])
+        both = np.concatenate(split_page(pages, k), axis=-1)  # [pages, layers, heads, 64, dim + value_dim]
+        both = both.transpose(1, 2, 0, 3, 4).reshape(len(k.layers), k.kv_heads, len(pages) * PAGE, -1)
         return both[:, :, start - first * PAGE : start - first * PAGE + rows]
 
     def read(self, tokens: Sequence[int], order: Order | Iterable[Cell] = WHOLE, cuts: Sequence[int] = (), checked: bool = True) -> Trace:

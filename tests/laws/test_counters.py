@@ -6,7 +6,7 @@ from tests.laws.paths import Tinyrun, prompt
 
 from quaff.batch import Batch, Counters
 from quaff.config import LayerConfig
-from quaff.graph.program import OpKind
+from quaff.graph.program import LINEAR_KINDS, StageSpec
 from quaff.schedule import Order, predict
 
 
@@ -25,13 +25,16 @@ def last_mixer(model: Tinyrun) -> int:
     return max(i for i, stage in enumerate(model.graph.stages) if stage.kind == "mixer")
 
 
+def matrices(spec: StageSpec) -> list[str]:
+    return [spec.weights[s] for op in spec.program.ops if op.kind in LINEAR_KINDS for s in op.weights[: op.ints[0]]]
+
+
 def sizes(model: Tinyrun) -> tuple[int, int, int]:
     """(weight bytes of the layers up to the last state, of what follows in the last layer, of the head), summed here."""
 
     def nbytes(stage: int) -> int:
         spec = model.graph.stages[stage]
-        slots = [s for op in spec.program.ops if op.kind == OpKind.LINEAR for s in op.weights[: op.ints[0]]]
-        return sum(model.weights[spec.weights[s]].nbytes for s in slots)
+        return sum(model.weights[name].nbytes for name in matrices(spec))
 
     tail, head = last_mixer(model) + 1, len(model.graph.stages) - 1
     return sum(nbytes(i) for i in range(1, tail)), sum(nbytes(i) for i in range(tail, head)), nbytes(head)
@@ -68,11 +71,8 @@ def test_rest_of_the_last_layer_and_head_run_only_for_rows_that_are_asked_for(mo
     mixer_bytes = sum(model.runner.costs[i].weight_bytes for i, s in enumerate(model.graph.stages) if s.kind == "mixer")
     assert spent.weight_bytes_touched == mixers * mixer_bytes + passes * (layers - mixer_bytes)
     assert (spent.head_rows, spent.head_bytes_touched) == (1, rest + head)
-    dim, ffn, vocab, a = model.graph.config.dim, model.graph.config.ffn_dim, model.vocab, model.graph.config.layers[-1].attention
-    # The last mixer's half that leaves no state; a recurrent one has none.
-    matrices = 3 if model.graph.config.architecture == "qwen35" else 2  # queries and their gates, output
-    rest_of_mixer = matrices * dim * a.heads * a.head_dim if attends(model.graph.config.layers[-1]) else 0
-    assert spent.head_macs == dim * vocab + 3 * dim * ffn + rest_of_mixer
+    read = [model.weights[name] for stage in model.graph.stages[last_mixer(model) + 1 :] for name in matrices(stage)]
+    assert spent.head_macs == sum(w.experts * w.rows * w.cols for w in read)
     assert spent.weight_bytes_loaded == 0
 
 
@@ -92,14 +92,14 @@ def test_the_rest_of_the_formulas(model: Tinyrun) -> None:
     n, c = 90, model.graph.config
     spent = run(model, n, Order("chunk", 32), (n - 1,))
     attending = [(i, layer.attention) for i, layer in enumerate(c.layers) if attends(layer)]
-    kv = sum(a.kv_heads * a.head_dim * 2 * 2 for _, a in attending)
+    kv = sum(a.kv_heads * (a.head_dim + a.v_dim) * 2 for _, a in attending)
     assert spent.state_macs == n * sum(state_macs(layer, c.dim) for layer in c.layers)
     assert spent.kv_bytes_written == n * kv
     attention = 0
     for index, a in attending:
         rows = range(n) if index < len(c.layers) - 1 else (n - 1,)
         visible = sum(min(i + 1, a.window) if a.window else i + 1 for i in rows)
-        attention += visible * 2 * a.head_dim * a.heads
+        attention += visible * (a.head_dim + a.v_dim) * a.heads
     assert spent.attention_macs == attention
     table = model.weights["token_embd.weight"]
     assert spent.embedding_bytes_touched == sum(rows * table.nbytes // table.rows for rows in (32, 32, 26))

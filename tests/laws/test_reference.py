@@ -26,7 +26,7 @@ def reference_trace(graph: Graph, weights: dict[str, ReferenceWeight], tokens: l
     kv = []
     for k in range(len(graph.kv_kinds)):
         keys, values = np.stack(state.keys[k]), np.stack(state.values[k])
-        both = np.stack([keys, values], axis=3).transpose(0, 2, 1, 3, 4)
+        both = np.concatenate([keys, values], axis=3).transpose(0, 2, 1, 3)
         kv.append(np.ascontiguousarray(both).view(f"u{graph.kv_value_bytes}"))
     return Trace([logits], [kv], tuple(np.stack(kind).tobytes() for kind in state.states))
 
@@ -47,7 +47,8 @@ def wider_mask(graph: Graph) -> Graph:
     stages = []
     for stage in graph.stages:
         ops = tuple(
-            replace(op, ints=(*op.ints[:5], op.ints[5] + 1)) if op.kind == OpKind.ATTEND and op.ints[5] else op for op in stage.program.ops
+            replace(op, ints=(*op.ints[:5], op.ints[5] + 1, op.ints[6])) if op.kind == OpKind.ATTEND and op.ints[5] else op
+            for op in stage.program.ops
         )
         stages.append(replace(stage, program=replace(stage.program, ops=ops)))
     return replace(graph, stages=tuple(stages))

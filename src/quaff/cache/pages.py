@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,6 +30,14 @@ class Pool(Protocol):
     def give(self, page: int) -> None: ...
     def copy(self, page: int) -> int: ...
     def array(self, page: int) -> NDArray[np.uint16]: ...
+
+
+def split_page(words: NDArray[np.uint16], kind: KVKind) -> tuple[NDArray[Any], NDArray[Any]]:
+    """16-bit words of one head in pages as keys [..., 64, dim] and values [..., 64, value_dim], of 16 bits or, for f32, of 32."""
+    words = words.view(f"u{kind.value_bytes}")
+    keys, values = words[..., : PAGE * kind.dim], words[..., PAGE * kind.dim :]
+    lead = words.shape[:-1]
+    return keys.reshape(*lead, kind.dim, PAGE).swapaxes(-1, -2), values.reshape(*lead, PAGE, kind.value_dim)
 
 
 FREED = -1
@@ -305,8 +313,8 @@ class PageCache:
         return (max(0, written - window + 1) if window else 0), written
 
     def read(self, sequence: int, update: Callable[[bytes], object]) -> None:
-        """Feed the state that the next row can see in a fixed order: per kind, layer and KV head K [positions, dim], then V, f16 words;
-        then recurrent state."""
+        """Feed the state that the next row can see in a fixed order: per kind, layer and KV head K [positions, dim], then V [positions,
+        value_dim], f16 words; then recurrent state."""
         s = self._sequences[sequence]
         for k, kind in enumerate(self.kinds):
             begin, end = self.visible(k, sequence)
@@ -314,14 +322,13 @@ class PageCache:
                 continue
             first = begin // PAGE
             pages = [self.pools[k].array(page) for page in s.tables[k].ids[first : pages_for(end)].tolist()]
-            word = np.dtype(f"u{kind.value_bytes}")
+            word = np.dtype(f"<u{kind.value_bytes}")
             rows = slice(begin - first * PAGE, end - first * PAGE)
             for layer in range(len(kind.layers)):
                 for head in range(kind.kv_heads):
-                    keys = np.concatenate([page[layer, head, 0].view(word).reshape(kind.dim, PAGE).T for page in pages])
-                    values = np.concatenate([page[layer, head, 1].view(word).reshape(PAGE, kind.dim) for page in pages])
-                    update(keys[rows].astype(f"<u{kind.value_bytes}", copy=False).tobytes())
-                    update(values[rows].astype(f"<u{kind.value_bytes}", copy=False).tobytes())
+                    keys, values = split_page(np.stack([page[layer, head] for page in pages]), kind)
+                    update(keys.reshape(-1, kind.dim)[rows].astype(word, copy=False).tobytes())
+                    update(values.reshape(-1, kind.value_dim)[rows].astype(word, copy=False).tobytes())
         self.states.read(sequence, update)
 
     def kv_sha256(self, sequence: int) -> str:

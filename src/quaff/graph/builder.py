@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from math import prod
 from typing import Any, overload
 
 from quaff.config import Activations, AttentionConfig, DeltaConfig, KVDtype, LayerConfig, ModelConfig, RopeConfig
@@ -13,6 +14,7 @@ from quaff.graph.program import (
     F32,
     GATED,
     INT8,
+    LINEAR_KINDS,
     LOGITS,
     NONE,
     RECURRENT,
@@ -53,12 +55,12 @@ class Shared:
 
     def kv(self, layer: int, kind: str, attention: AttentionConfig) -> tuple[int, int]:
         """(KV kind, layer in kind) of a model layer."""
-        wanted = (kind, attention.kv_heads, attention.head_dim, attention.window)
+        wanted = KVKind(kind, (layer,), attention.kv_heads, attention.head_dim, attention.v_dim, attention.window, self.value_bytes)
         for i, k in enumerate(self.kinds):
-            if (k.name, k.kv_heads, k.dim, k.window) == wanted:
+            if replace(k, layers=wanted.layers) == wanted:
                 self.kinds[i] = replace(k, layers=(*k.layers, layer))
                 return i, len(k.layers)
-        self.kinds.append(KVKind(kind, (layer,), attention.kv_heads, attention.head_dim, attention.window, self.value_bytes))
+        self.kinds.append(wanted)
         return len(self.kinds) - 1, 0
 
     def state(self, layer: int, name: str, size: int) -> tuple[int, int]:
@@ -127,11 +129,25 @@ class StageBuilder:
         if self.config.logit_scale != 1.0 or self.config.logit_softcap:
             self._emit(OpKind.SCALE, (LOGITS,), (LOGITS,), floats=(self.config.logit_scale, self.config.logit_softcap))
 
-    def rope(self, x: Value, rope: RopeConfig | None) -> Value:
+    def head_linear(self, x: Value, w: WeightRef) -> Value:
+        heads, rows, cols = w.shape if len(w.shape) == 3 else (0, 0, 0)
+        if not heads or x.width != heads * cols:
+            raise ConfigError(f"weight {w.name} of shape {w.shape} cannot take an input of width {x.width} head by head")
+        self._groups(w, cols)
+        out = self._f32(heads * rows)
+        self._product(OpKind.HEAD_LINEAR, x, w, out, (heads,))
+        return out
+
+    def concat(self, a: Value, b: Value, heads: int) -> Value:
+        out = self._f32(a.width + b.width)
+        self._emit(OpKind.CONCAT, (a.buffer, b.buffer), (out.buffer,), ints=(heads,))
+        return out
+
+    def rope(self, x: Value, rope: RopeConfig | None, head_dim: int = 0) -> Value:
         """In place: the value given and the value returned are the same buffer. Without a rope nothing is done."""
         if rope is None:
             return x
-        dim = self._layer_config.attention.head_dim
+        dim = head_dim or self._layer_config.attention.head_dim
         self._divides(x, dim, "rope")
         ints = (self._shared.rope(rope), x.width // dim, dim, int(rope.interleaved))
         self._emit(OpKind.ROPE, (x.buffer,), (x.buffer,), ints=ints)
@@ -139,15 +155,14 @@ class StageBuilder:
 
     def attention(self, q: Value, k: Value, v: Value, attention: AttentionConfig) -> Value:
         a = attention
-        for value, heads, name in ((q, a.heads, "queries"), (k, a.kv_heads, "keys"), (v, a.kv_heads, "values")):
-            if value.width != heads * a.head_dim:
-                raise ConfigError(
-                    f"{name} of layer {self.layer} are {value.width} wide; {heads} heads of {a.head_dim} need {heads * a.head_dim}"
-                )
+        parts = ((q, a.heads, a.head_dim, "queries"), (k, a.kv_heads, a.head_dim, "keys"), (v, a.kv_heads, a.v_dim, "values"))
+        for value, heads, dim, name in parts:
+            if value.width != heads * dim:
+                raise ConfigError(f"{name} of layer {self.layer} are {value.width} wide; {heads} heads of {dim} need {heads * dim}")
         kind, index = self._shared.kv(self.layer, self._layer_config.kind, a)
-        self._emit(OpKind.KV_WRITE, (k.buffer, v.buffer), (), ints=(kind, index, a.kv_heads, a.head_dim))
-        out = self._f32(q.width)
-        ints = (kind, index, a.heads, a.kv_heads, a.head_dim, a.window)
+        self._emit(OpKind.KV_WRITE, (k.buffer, v.buffer), (), ints=(kind, index, a.kv_heads, a.head_dim, a.v_dim))
+        out = self._f32(a.heads * a.v_dim)
+        ints = (kind, index, a.heads, a.kv_heads, a.head_dim, a.window, a.v_dim)
         self._emit(OpKind.ATTEND, (q.buffer,), (out.buffer,), ints=ints, floats=(a.scale, a.softcap))
         return out
 
@@ -227,8 +242,8 @@ class StageBuilder:
         slot = {NONE: NONE} | {s: i for i, s in enumerate(used)}
         program = ProgramSpec(tuple(self._buffers), tuple(replace(op, weights=tuple(slot[s] for s in op.weights)) for op in ops))
         program = share_buffers(fuse_program(program) if fuse else program)
-        linear = [self._weights[s] for op in ops if op.kind == OpKind.LINEAR for s in op.weights[: op.ints[0]]]
-        macs = sum(w.shape[0] * w.shape[1] for w in linear)
+        linear = [self._weights[s] for op in ops if op.kind in LINEAR_KINDS for s in op.weights[: op.ints[0]]]
+        macs = sum(prod(w.shape) for w in linear)
         return StageSpec(kind, self.layer, program, tuple(self._weights[s].name for s in used), macs)
 
     @property
@@ -237,14 +252,17 @@ class StageBuilder:
 
     def _linear(self, x: Value, w: WeightRef, out: Value) -> Value:
         self._matrix(w, x.width)
+        self._product(OpKind.LINEAR, x, w, out)
+        return out
+
+    def _product(self, kind: OpKind, x: Value, w: WeightRef, out: Value, ints: tuple[int, ...] = ()) -> None:
         quantised = w.integer and self._activations == "int8"
         if quantised:
             source = self._new(x.width, INT8)
             self._emit(OpKind.QUANTIZE, (x.buffer,), (source,))
         inputs = (source, NONE) if quantised else (NONE, x.buffer)
         bias = NONE if w.bias is None else self._slot(w.bias)
-        self._emit(OpKind.LINEAR, inputs, (out.buffer,), (self._slot(w), bias), (1, 0))
-        return out
+        self._emit(kind, inputs, (out.buffer,), (self._slot(w), bias), (1, 0, *ints))
 
     def _conv(self, x: Value, w: WeightRef, form: int) -> Value:
         channels, taps = w.shape
@@ -266,6 +284,9 @@ class StageBuilder:
     def _matrix(self, w: WeightRef, width: int) -> None:
         if len(w.shape) != 2 or w.shape[1] != width:
             raise ConfigError(f"weight {w.name} of shape {w.shape} cannot take an input of width {width}")
+        self._groups(w, width)
+
+    def _groups(self, w: WeightRef, width: int) -> None:
         if w.integer and width % 32:
             raise UnsupportedError(
                 f"weight {w.name} is quantised and {width} wide; widths that are no multiple of 32 need F32, F16 or BF16"

@@ -33,7 +33,9 @@ EIGHT_SIGNS = np.array([seven | (seven.bit_count() & 1) << 7 for seven in range(
 
 @dataclass(frozen=True, slots=True)
 class ReferenceWeight:
-    """Either `values` (f32, any shape) or integer `codes` [rows, cols] with `scale` and perhaps `min` [rows, cols/group]."""
+    """Either `values` (f32, any shape) or integer `codes` [rows, cols] with `scale` and perhaps `min` [rows, cols/group].
+
+    Stacked experts are their rows one below the other."""
 
     values: F32 | None = None
     codes: I8 | None = None
@@ -43,6 +45,14 @@ class ReferenceWeight:
     @property
     def is_integer(self) -> bool:
         return self.codes is not None
+
+    @property
+    def rows(self) -> int:
+        return len(self.values if self.codes is None else self.codes)  # type: ignore[arg-type]
+
+    def part(self, begin: int, count: int) -> ReferenceWeight:
+        """Rows begin .. begin + count - 1."""
+        return ReferenceWeight(*(None if a is None else a[begin : begin + count] for a in (self.values, self.codes, self.scale, self.min)))  # type: ignore[arg-type]
 
     def dequantised(self) -> F32:
         """f32 values. Scales and minima are multiples of 2^-48 below 2^26, so float64 holds the product and the sum exactly and
@@ -292,7 +302,11 @@ FLOATS = {0: "F32", 1: "F16", 30: "BF16"}
 
 
 def lower(ggml_type: int, data: U8, shape: tuple[int, ...]) -> ReferenceWeight:
-    """A tensor's bytes as codes and scales, or as f32. `shape` is (rows, cols) or (n,). UnsupportedError for an unknown type."""
+    """A tensor's bytes as codes and scales, or as f32. `shape` is (rows, cols), (n,) or for stacked experts (experts, rows, cols).
+
+    UnsupportedError for an unknown type."""
+    if len(shape) == 3:
+        shape = (shape[0] * shape[1], shape[2])
     if ggml_type in FLOATS:
         return ReferenceWeight(_floats(FLOATS[ggml_type], data).reshape(shape))
     if ggml_type not in BLOCKS:

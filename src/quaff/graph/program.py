@@ -10,8 +10,8 @@ Buffers of a program are numbered: 0 the residual (f32, model width), 1 the logi
 | QUANTIZE | src -> int8 | | | |
 | LINEAR | int8 or -1, f32 or -1 -> one per weight | w1..wn, b1..bn (-1 none) | n, accumulate | |
 | ROPE | buf -> the same buf | | rope index, heads, head_dim, interleaved | |
-| KV_WRITE | k, v -> | | kind, layer in kind, kv_heads, head_dim | |
-| ATTEND | q -> out | | kind, layer in kind, heads, kv_heads, head_dim, window | scale, softcap |
+| KV_WRITE | k, v -> | | kind, layer in kind, kv_heads, head_dim, value_dim | |
+| ATTEND | q -> out | | kind, layer in kind, heads, kv_heads, head_dim, window, value_dim | scale, softcap |
 | GLU | gate, up -> f32 or -1, int8 or -1 | | 0 silu, 1 gelu_tanh, 2 sigmoid | |
 | ADD | src -> 0 | | | scale: 0 + scale*src |
 | CONV | src -> f32 or -1, int8 or -1 | w [channels, taps], b (-1 none) | kind, layer in kind, channels, taps, 0 gated or 1 silu | |
@@ -20,6 +20,8 @@ Buffers of a program are numbered: 0 the residual (f32, model width), 1 the logi
 | DELTA_GATES | a, b -> the same bufs | rate, dt [heads] | | |
 | DELTA | q, k, v, decay, beta -> out | | kind, layer in kind, key heads, value heads, key dim, value dim, tiled | |
 | SCALE | src -> buf, src itself or another | | | factor, softcap (0 none) |
+| CONCAT | a, b -> out | | heads: every head of out is that of a, then that of b | |
+| HEAD_LINEAR | int8 or -1, f32 or -1 -> f32 | w, b (-1 none) | 1, 0, heads: every head has a matrix of its own | |
 
 Integer weights of LINEAR read the int8 input when there is one; float weights, and all weights without it, read the f32 input.
 With `accumulate`, LINEAR adds to its output; a second output of RMS_NORM, GLU or CONV is the first one quantised.
@@ -67,12 +69,16 @@ class OpKind(IntEnum):
     DELTA_GATES = 12
     DELTA = 13
     SCALE = 14
+    CONCAT = 15
+    HEAD_LINEAR = 16
 
 
 RECURRENT = (OpKind.CONV, OpKind.DELTA)
 """Kinds whose result needs the state that earlier rows left."""
 GATED, SILU_OF_SUM = 0, 1
 """Forms of CONV."""
+LINEAR_KINDS = (OpKind.LINEAR, OpKind.HEAD_LINEAR)
+"""Ops that read the whole of their `ints[0]` weight matrices in every cell."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +130,7 @@ class StageSpec:
     @property
     def linear_weights(self) -> tuple[str, ...]:
         """Names of the weights that a linear op reads whole in every cell, in slot order, biases left out."""
-        slots = {s for op in self.program.ops if op.kind == OpKind.LINEAR for s in op.weights[: op.ints[0]]}
+        slots = {s for op in self.program.ops if op.kind in LINEAR_KINDS for s in op.weights[: op.ints[0]]}
         return tuple(self.weights[s] for s in sorted(slots))
 
     @property
@@ -138,8 +144,8 @@ class StageSpec:
         total = 0
         for op in self.program.ops:
             if op.kind == OpKind.ATTEND:
-                _, _, heads, _, dim, window = op.ints
-                total += 2 * heads * dim * visible_positions(start, rows, window)
+                _, _, heads, _, dim, window, value_dim = op.ints
+                total += heads * (dim + value_dim) * visible_positions(start, rows, window)
         return total
 
     @property
@@ -150,7 +156,7 @@ class StageSpec:
     @property
     def kv_bytes_per_row(self) -> int:
         """Bytes of f16 keys and values that one row writes."""
-        return sum(2 * 2 * op.ints[2] * op.ints[3] for op in self.program.ops if op.kind == OpKind.KV_WRITE)
+        return sum(2 * op.ints[2] * (op.ints[3] + op.ints[4]) for op in self.program.ops if op.kind == OpKind.KV_WRITE)
 
 
 def state_macs(op: Op) -> int:
@@ -172,7 +178,8 @@ def visible_positions(start: int, rows: int, window: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class KVKind:
-    """Layers that share one page table per sequence: equal KV shape and window. `layers` are model layers, ascending; dim is per head.
+    """Layers that share one page table per sequence: equal KV shape and window. `layers` are model layers, ascending; a head's keys are
+    `dim` values wide, its values `value_dim`.
 
     `value_bytes`: 2, f16, or 4, f32 for checking.
     """
@@ -181,6 +188,7 @@ class KVKind:
     layers: tuple[int, ...]
     kv_heads: int
     dim: int
+    value_dim: int
     window: int
     value_bytes: int = 2
 

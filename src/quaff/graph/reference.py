@@ -49,8 +49,8 @@ __all__ = ["Reference", "ReferenceState", "ReferenceWeight", "attend", "linear_f
 
 @dataclass(frozen=True, slots=True)
 class ReferenceState:
-    """Keys and values of `length` positions: per KV kind and layer in kind, [length, kv_heads, dim] of f16, or of f32 where the kind has
-    values of 4 bytes. `states`: recurrent state per kind and layer in kind, f32 [size]."""
+    """Keys and values of `length` positions: per KV kind and layer in kind, [length, kv_heads, dim] and [..., value_dim] of f16, or of f32
+    where the kind has values of 4 bytes. `states`: recurrent state per kind and layer in kind, f32 [size]."""
 
     length: int
     keys: tuple[tuple[KV, ...], ...]
@@ -58,16 +58,17 @@ class ReferenceState:
     states: tuple[tuple[F32, ...], ...] = ()
 
     def pages(self, kind: int) -> NDArray[np.uint16]:
-        """All pages of one kind, [pages, layers, kv_heads, 2, 64*dim] bits as in the native PagePool: keys [dim][64], then values
-        [64][dim]; positions not written yet are zero."""
+        """All pages of one kind, [pages, layers, kv_heads, 64*(dim + value_dim)] bits as in the native PagePool: keys [dim][64], then
+        values [64][value_dim]; positions not written yet are zero."""
         keys, values = np.stack(self.keys[kind]), np.stack(self.values[kind])
         layers, length, heads, dim = keys.shape
+        value_dim = values.shape[3]
         count = -(-length // PAGE)
         pad = ((0, 0), (0, count * PAGE - length), (0, 0), (0, 0))
         k = np.pad(keys, pad).reshape(layers, count, PAGE, heads, dim).transpose(1, 0, 3, 4, 2)
-        v = np.pad(values, pad).reshape(layers, count, PAGE, heads, dim).transpose(1, 0, 3, 2, 4)
-        shape = (count, layers, heads, 1, PAGE * dim)
-        return np.concatenate([k.reshape(shape), v.reshape(shape)], axis=3).view(np.uint16)
+        v = np.pad(values, pad).reshape(layers, count, PAGE, heads, value_dim).transpose(1, 0, 3, 2, 4)
+        parts = [x.reshape(count, layers, heads, -1) for x in (k, v)]
+        return np.concatenate(parts, axis=3).view(np.uint16)
 
 
 def linear_int(x: Codes, w: ReferenceWeight) -> F32:
@@ -100,16 +101,16 @@ def linear_float(x: F32, w: F32) -> F32:
 
 
 def attend(q: F32, positions: NDArray[np.int64], keys: KV, values: KV, window: int, scale: float, softcap: float) -> F32:
-    """Rule 16: q [n, heads, dim] at absolute positions over keys and values [length, kv_heads, dim], as f32 [n, heads, dim]."""
-    n, heads, dim = q.shape
+    """Rule 16: q [n, heads, dim] at absolute positions over keys [length, kv_heads, dim] and values [length, kv_heads, value_dim], as f32
+    [n, heads, value_dim]."""
+    n, heads, _ = q.shape
     share = np.arange(heads) // (heads // keys.shape[1])
     q = q * np.float32(scale)
     m = np.zeros((n, heads), dtype=np.float32)
-    l, o = np.zeros_like(m), np.zeros_like(q)  # noqa: E741  the contract's names
+    l, o = np.zeros_like(m), np.zeros((n, heads, values.shape[2]), dtype=np.float32)  # noqa: E741  the contract's names
     started = np.zeros(n, dtype=bool)
     for begin in range(0, len(keys), PAGE):
-        k = np.zeros((PAGE, *keys.shape[1:]), dtype=np.float32)
-        v = np.zeros_like(k)
+        k, v = (np.zeros((PAGE, *x.shape[1:]), dtype=np.float32) for x in (keys, values))
         filled = min(PAGE, len(keys) - begin)
         k[:filled], v[:filled] = keys[begin : begin + filled], values[begin : begin + filled]
         j = begin + np.arange(PAGE)
@@ -135,7 +136,7 @@ def attend(q: F32, positions: NDArray[np.int64], keys: KV, values: KV, window: i
 
 
 def _page(q: F32, k: F32, v: F32, visible: NDArray[np.bool_], cap: np.float32) -> tuple[F32, F32, F32]:
-    """One page alone: (m, l, o) of q [n, heads, dim] over k, v [64, heads, dim]; visible [n, 1, 64]."""
+    """One page alone: (m, l, o) of q [n, heads, dim] over k [64, heads, dim] and v [64, heads, value_dim]; visible [n, 1, 64]."""
     s = np.zeros((*q.shape[:2], PAGE), dtype=np.float32)
     for d in range(q.shape[2]):
         s = fma(q[:, :, d, None], k[:, :, d].T[None], s)
@@ -143,7 +144,7 @@ def _page(q: F32, k: F32, v: F32, visible: NDArray[np.bool_], cap: np.float32) -
         s = cap * tanh(s * (ONE / cap))
     m = max16(np.where(visible, s, np.float32(-np.inf)))
     p = np.where(visible, probability(s - m[..., None]), ZERO)
-    o = np.zeros_like(q)
+    o = np.zeros((*q.shape[:2], v.shape[2]), dtype=np.float32)
     for j in range(PAGE):
         o = fma(p[:, :, j, None], v[None, j], o)
     # A chain may end in -0 or +0 depending on whether hidden positions took part; adding +0 makes both +0.
@@ -210,8 +211,8 @@ class _Run:
         self._positions = start + np.arange(len(ids))
         self._f32: dict[int, F32] = {}
         self._codes: dict[int, Codes] = {}
-        self._keys = _grown(graph.kv_kinds, state.keys if state else None, len(ids))
-        self._values = _grown(graph.kv_kinds, state.values if state else None, len(ids))
+        self._keys = _grown([(k, k.dim) for k in graph.kv_kinds], state.keys if state else None, len(ids))
+        self._values = _grown([(k, k.value_dim) for k in graph.kv_kinds], state.values if state else None, len(ids))
         kinds = graph.state_kinds
         self._states = [list(s) for s in state.states] if state else [[np.zeros(k.size, np.float32)] * len(k.layers) for k in kinds]
         self._ropes = [rope_rows(r, self._positions) for r in graph.ropes]
@@ -241,6 +242,8 @@ class _Run:
             OpKind.DELTA_GATES: self._delta_gates,
             OpKind.DELTA: self._delta,
             OpKind.SCALE: self._scale,
+            OpKind.CONCAT: self._concat,
+            OpKind.HEAD_LINEAR: self._head_linear,
         }
         for op in stage.program.ops:
             steps[op.kind](op, [None if s == NONE else self._weights[stage.weights[s]] for s in op.weights])
@@ -273,6 +276,27 @@ class _Run:
         for out, y in zip(op.outputs, results, strict=True):
             self._f32[out] = self._f32[out] + y if accumulate else y
 
+    def _head_linear(self, op: Op, weights: list[ReferenceWeight | None]) -> None:
+        (codes, values), (w, bias), heads = op.inputs, weights, op.ints[2]
+        assert w is not None
+        rows, parts = w.rows // heads, []
+        for h in range(heads):
+            matrix = w.part(h * rows, rows)
+            if w.is_integer and codes != NONE:
+                q, scale = self._codes[codes]
+                parts.append(linear_int((np.split(q, heads, axis=1)[h], np.split(scale, heads, axis=1)[h]), matrix))
+            else:
+                parts.append(linear_float(np.split(self._f32[values], heads, axis=1)[h], matrix.dequantised()))
+        y = np.concatenate(parts, axis=1)
+        if bias is not None:
+            assert bias.values is not None
+            y = y + bias.values
+        self._f32[op.outputs[0]] = y
+
+    def _concat(self, op: Op, weights: list[ReferenceWeight | None]) -> None:
+        parts = [self._f32[b].reshape(len(self._ids), op.ints[0], -1) for b in op.inputs]
+        self._f32[op.outputs[0]] = np.concatenate(parts, axis=2).reshape(len(self._ids), -1)
+
     def _rope(self, op: Op, weights: list[ReferenceWeight | None]) -> None:
         index, heads, dim, interleaved = op.ints
         cos, sin = np.split(self._ropes[index], 2, axis=1)
@@ -280,18 +304,18 @@ class _Run:
         self._f32[op.outputs[0]] = rope(x.reshape(len(x), heads, dim), cos, sin, bool(interleaved)).reshape(x.shape)
 
     def _kv_write(self, op: Op, weights: list[ReferenceWeight | None]) -> None:
-        kind, layer, heads, dim = op.ints
-        for arrays, buffer in ((self._keys, op.inputs[0]), (self._values, op.inputs[1])):
+        kind, layer, heads, *dims = op.ints
+        for arrays, buffer, dim in zip((self._keys, self._values), op.inputs, dims, strict=True):
             values = self._f32[buffer].reshape(-1, heads, dim)
             rounded = arrays[kind][layer].dtype == np.float16
             arrays[kind][layer][self._positions] = to_f16(values) if rounded else clamp_f16(values)
 
     def _attend(self, op: Op, weights: list[ReferenceWeight | None]) -> None:
-        kind, layer, heads, _, dim, window = op.ints
+        kind, layer, heads, _, dim, window, _ = op.ints
         q = self._f32[op.inputs[0]]
         keys, values = self._keys[kind][layer], self._values[kind][layer]
         y = attend(q.reshape(-1, heads, dim), self._positions, keys, values, window, *op.floats)
-        self._f32[op.outputs[0]] = y.reshape(q.shape)
+        self._f32[op.outputs[0]] = y.reshape(len(q), -1)
 
     def _glu(self, op: Op, weights: list[ReferenceWeight | None]) -> None:
         gate, up = (self._f32[b] for b in op.inputs)
@@ -354,11 +378,11 @@ class _Run:
             self._codes[codes] = quantise(y)
 
 
-def _grown(kinds: tuple[KVKind, ...], old: tuple[tuple[KV, ...], ...] | None, rows: int) -> list[list[KV]]:
-    """KV arrays with room for `rows` more positions; the old ones are copied."""
+def _grown(kinds: list[tuple[KVKind, int]], old: tuple[tuple[KV, ...], ...] | None, rows: int) -> list[list[KV]]:
+    """Keys or values, `kinds` with their width, with room for `rows` more positions; the old ones are copied."""
 
-    def grow(kind: int, layer: int, k: KVKind) -> KV:
-        room = np.zeros((rows, k.kv_heads, k.dim), dtype=np.dtype(f"f{k.value_bytes}"))
+    def grow(kind: int, layer: int, k: KVKind, dim: int) -> KV:
+        room = np.zeros((rows, k.kv_heads, dim), dtype=np.dtype(f"f{k.value_bytes}"))
         return np.concatenate([old[kind][layer], room]) if old else room
 
-    return [[grow(i, layer, k) for layer in range(len(k.layers))] for i, k in enumerate(kinds)]
+    return [[grow(i, layer, k, dim) for layer in range(len(k.layers))] for i, (k, dim) in enumerate(kinds)]

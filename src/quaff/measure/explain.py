@@ -117,7 +117,7 @@ def _memory(graph: Graph, order: Order, tokens: int) -> tuple[int, int]:
     """Bytes of scratch and one row of logits, and of KV state, at their peak."""
     step = min(tokens, make_scheduler(order, graph).prompt_rows)
     cell = step if order.name == "layer" else min(order.chunk, tokens)
-    pools = [_native.PagePool(len(kind.layers), kind.kv_heads, kind.dim) for kind in graph.kv_kinds]
+    pools = [_native.PagePool(len(kind.layers), kind.kv_heads, kind.dim, kind.value_dim) for kind in graph.kv_kinds]
     states = [_native.StatePool(len(kind.layers), kind.size) for kind in graph.state_kinds]
     kv = PageCache(graph.kv_kinds, pools, Accountant(), graph.state_kinds, states).peak_bytes(tokens, step)
     return graph.scratch_bytes(step, cell) + 4 * graph.config.vocab, kv

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from quaff.batch import Counters
 from quaff.engine.engine import make_scheduler
-from quaff.graph.program import NONE, Graph, Op, OpKind, StageSpec
+from quaff.graph.program import LINEAR_KINDS, NONE, Graph, Op, OpKind, StageSpec
 from quaff.measure.roofline import Work
 from quaff.schedule import Cell, Grid, Order, StageCost, predict
 
@@ -94,7 +94,7 @@ def total(stages: Sequence[StageForecast]) -> Counters:
 
 def _work(graph: Graph, stage: StageSpec, spent: Counters, kv_bytes: int) -> Work:
     linear = spent.macs + spent.head_macs
-    in_f32 = sum(linear_macs(graph, stage, op) for op in stage.program.ops if op.kind == OpKind.LINEAR and op.inputs[0] == NONE)
+    in_f32 = sum(linear_macs(graph, stage, op) for op in stage.program.ops if op.kind in LINEAR_KINDS and op.inputs[0] == NONE)
     f32 = linear * in_f32 // max(1, stage.macs_per_row)
     read = spent.weight_bytes_touched + spent.head_bytes_touched + spent.embedding_bytes_touched + kv_bytes
     return Work(linear - f32, f32 + spent.attention_macs + spent.state_macs, read)
@@ -107,7 +107,8 @@ def linear_macs(graph: Graph, stage: StageSpec, op: Op) -> int:
         return (graph.config.dim, graph.config.vocab)[buffer] if buffer < 2 else stage.program.buffers[buffer - 2][0]
 
     source = op.inputs[0] if op.inputs[0] != NONE else op.inputs[1]
-    return width(source) * sum(width(out) for out in op.outputs)
+    heads = op.ints[2] if op.kind == OpKind.HEAD_LINEAR else 1
+    return width(source) // heads * sum(width(out) for out in op.outputs)
 
 
 def kv_bytes_per_mac(stage: StageSpec) -> float:

@@ -14,8 +14,10 @@ from quaff.schedule import Order
 
 
 def packed_bytes(shape: tuple[int, ...], ggml_type: int) -> int:
-    """Bytes of a weight as it will lie in memory; a vector is f32. ValueError for an unknown type."""
-    return 4 * shape[0] if len(shape) == 1 else _native.packed_bytes(ggml_type, shape[0], prod(shape[1:]))
+    """Bytes of a weight as it will lie in memory: a vector is f32, experts are packed one by one. ValueError for an unknown type."""
+    if len(shape) == 1:
+        return 4 * shape[0]
+    return prod(shape[:-2]) * _native.packed_bytes(ggml_type, shape[-2], shape[-1])
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +47,7 @@ def memory_need(graph: Graph, tensors: Tensors, chunk: int = 512) -> MemoryNeed:
     kv = sum(2 * 4 * len(kind.layers) * kind.size for kind in graph.state_kinds)
     for kind in graph.kv_kinds:
         positions = min(1024, kind.window + 64 + rows) if kind.window else 1024
-        kv += len(kind.layers) * kind.kv_heads * kind.dim * 2 * 2 * positions
+        kv += len(kind.layers) * kind.kv_heads * (kind.dim + kind.value_dim) * 2 * positions
     scratch = graph.scratch_bytes(rows, min(chunk, rows)) + 4 * graph.config.vocab
     return MemoryNeed(sum(packed_bytes(shape, kind) for shape, kind in tensors.values()), kv, scratch, rows, chunk)
 

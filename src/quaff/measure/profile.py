@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from quaff.graph.program import NONE, RECURRENT, Graph, Op, OpKind, StageSpec, state_macs
+from quaff.graph.program import LINEAR_KINDS, NONE, RECURRENT, Graph, Op, OpKind, StageSpec, state_macs
 from quaff.measure.forecast import StageForecast, linear_macs
 from quaff.measure.roofline import NOTHING, Ceilings, Work, bound
 
@@ -83,7 +83,7 @@ def _op_work(graph: Graph, stage: StageSpec, op: Op, forecast: StageForecast, we
         return Work(0, spent.attention_macs, forecast.kv_bytes)
     if op.kind in RECURRENT:
         return Work(0, spent.state_macs * state_macs(op) // stage.state_macs_per_row, 0)
-    if op.kind != OpKind.LINEAR:
+    if op.kind not in LINEAR_KINDS:
         return NOTHING
     macs = (spent.macs + spent.head_macs) * linear_macs(graph, stage, op) // max(1, stage.macs_per_row)
     mine = sum(weight_bytes[stage.weights[slot]] for slot in op.weights[: op.ints[0]])
@@ -98,7 +98,7 @@ def op_name(stage: StageSpec, op: Op) -> str:
         return f"attention, window {op.ints[5]}" if op.ints[5] else "attention"
     if op.kind == OpKind.LINEAR and stage.kind == "head":
         return "head"
-    if op.kind == OpKind.LINEAR:
+    if op.kind in LINEAR_KINDS:
         first, *others = [_short(stage.weights[slot]) for slot in op.weights[: op.ints[0]]]
         group = first.partition(" ")[0] + " "
         return "+".join([first, *(name.removeprefix(group) for name in others)])
@@ -117,6 +117,7 @@ def op_name(stage: StageSpec, op: Op) -> str:
         OpKind.DELTA_GATES: "delta gates",
         OpKind.DELTA: "delta rule",
         OpKind.SCALE: "logit scale" if stage.kind == "head" else "copy",
+        OpKind.CONCAT: "concat",
     }[op.kind]
 
 

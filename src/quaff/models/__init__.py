@@ -11,13 +11,13 @@ import numpy as np
 from quaff.checkpoint import Checkpoint, TensorView
 from quaff.config import ModelConfig
 from quaff.errors import UnsupportedError, quote
-from quaff.models import gemma2, gemma3, granite, lfm2, llama, mistral3, olmo2, phi3, qwen2, qwen3, qwen35, smollm3
+from quaff.models import deepseek2, gemma2, gemma3, granite, lfm2, llama, mistral3, olmo2, phi3, qwen2, qwen3, qwen35, smollm3
 from quaff.models.family import CONFIG_TENSORS, F32_TYPE, Family, Tensors
 from quaff.models.metadata import CONTEXT
 
 FAMILIES: dict[str, Family] = {
     module.FAMILY.name: module.FAMILY
-    for module in (llama, qwen2, qwen3, mistral3, smollm3, granite, olmo2, phi3, gemma2, gemma3, lfm2, qwen35)
+    for module in (llama, qwen2, qwen3, mistral3, smollm3, granite, olmo2, phi3, gemma2, gemma3, lfm2, qwen35, deepseek2)
 }
 
 

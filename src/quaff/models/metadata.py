@@ -102,6 +102,10 @@ class MetadataReader:
         if value is not None and value not in allowed:
             raise UnsupportedError(f"{feature} is not supported ({full} {_fault(value)})")
 
+    def skip(self, *keys: str) -> None:
+        """Keys that have no effect in this model."""
+        self._seen.update(f"{self._architecture}.{key}" for key in keys)
+
     def layers(self) -> int:
         """Number of layers, bounded before anything is built from it."""
         count = self.integer("block_count")

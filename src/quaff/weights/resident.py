@@ -53,6 +53,8 @@ class ResidentWeights:
                 if not np.isfinite(values).all():
                     raise CheckpointError(f"tensor {quote(view.name)} holds a value that is not finite; the file is damaged")
                 weight = _native.Weight.vector(values)
+            elif len(view.shape) == 3:
+                weight = _native.Weight.stack(view.ggml_type, view.data, *view.shape, threads)
             else:
                 weight = _native.Weight(view.ggml_type, view.data, view.shape[0], view.shape[1], threads)
         except ValueError as error:
@@ -78,7 +80,7 @@ class ResidentWeights:
     def bytes_per_weight(self) -> float:
         """Packed bytes of all matrices over their number of values."""
         matrices = [w for w in self._weights.values() if w.rows > 1]
-        return sum(w.nbytes for w in matrices) / max(1, sum(w.rows * w.cols for w in matrices))
+        return sum(w.nbytes for w in matrices) / max(1, sum(w.experts * w.rows * w.cols for w in matrices))
 
     def close(self) -> None:
         self._weights.clear()

@@ -18,21 +18,22 @@ from quaff.weights.budget import Accountant, human_bytes
 
 @dataclass
 class FakePool:
-    """Pages as NumPy arrays [layers, kv_heads, 2, 64*dim], zeroed when taken."""
+    """Pages as NumPy arrays [layers, kv_heads, 64*(dim + value_dim)], zeroed when taken."""
 
     layers: int
     kv_heads: int
     dim: int
+    value_dim: int
     pages: dict[int, NDArray[np.uint16]] = field(default_factory=dict)
     next_id: int = 0
 
     @property
     def page_bytes(self) -> int:
-        return self.layers * self.kv_heads * 2 * PAGE * self.dim * 2
+        return self.layers * self.kv_heads * PAGE * (self.dim + self.value_dim) * 2
 
     def take(self) -> int:
         self.next_id += 1
-        self.pages[self.next_id] = np.zeros((self.layers, self.kv_heads, 2, PAGE * self.dim), np.uint16)
+        self.pages[self.next_id] = np.zeros((self.layers, self.kv_heads, PAGE * (self.dim + self.value_dim)), np.uint16)
         return self.next_id
 
     def give(self, page: int) -> None:
@@ -48,8 +49,8 @@ class FakePool:
 
 
 def make(windows: tuple[int, ...] = (0,), limit: int | None = None, dim: int = 16) -> PageCache:
-    kinds = [KVKind(f"kind{i}", (2 * i, 2 * i + 1), 1, dim, w) for i, w in enumerate(windows)]
-    return PageCache(kinds, [FakePool(2, 1, dim) for _ in windows], Accountant(limit))
+    kinds = [KVKind(f"kind{i}", (2 * i, 2 * i + 1), 1, dim, dim + 16, w) for i, w in enumerate(windows)]
+    return PageCache(kinds, [FakePool(2, 1, dim, dim + 16) for _ in windows], Accountant(limit))
 
 
 def write(cache: PageCache, sequence: int, tokens: list[int]) -> None:
@@ -63,8 +64,8 @@ def write(cache: PageCache, sequence: int, tokens: list[int]) -> None:
         for i, token in enumerate(tokens):
             p = start + i
             page = pool.pages[int(table[p // PAGE])]
-            page[:, :, 0].reshape(2, 1, dim, PAGE)[..., p % PAGE] = token * 7 + p
-            page[:, :, 1].reshape(2, 1, PAGE, dim)[:, :, p % PAGE] = token * 7 + p + 1
+            page[:, :, : PAGE * dim].reshape(2, 1, dim, PAGE)[..., p % PAGE] = token * 7 + p
+            page[:, :, PAGE * dim :].reshape(2, 1, PAGE, -1)[:, :, p % PAGE] = token * 7 + p + 1
     cache.commit(sequence, start + len(tokens))
 
 
@@ -170,9 +171,9 @@ def test_hash_is_of_written_visible_positions_in_the_stated_order() -> None:
     digest = hashlib.sha256()
     for window in (0, 70):
         begin = max(0, 200 - window + 1) if window else 0
-        k = np.array([[tokens[p] * 7 + p] * 16 for p in range(begin, 200)], dtype="<u2")
+        k, v = (np.array([[tokens[p] * 7 + p + i] * dim for p in range(begin, 200)], dtype="<u2") for i, dim in enumerate((16, 32)))
         for _layer in range(2):
-            digest.update(k.tobytes() + (k + 1).tobytes())
+            digest.update(k.tobytes() + v.tobytes())
     assert cache.kv_sha256(s) == digest.hexdigest()
 
 
@@ -185,10 +186,10 @@ def test_hash_sees_one_changed_bit() -> None:
     pool = cache.pools[0]
     assert isinstance(pool, FakePool)
     page = pool.pages[int(cache.tables(s)[0][1])]
-    page[1, 0, 1, 5 * 16] ^= 1  # V of position 69
+    page[1, 0, 64 * 16 + 5 * 32] ^= 1  # V of position 69
     assert cache.kv_sha256(s) != before
-    page[1, 0, 1, 5 * 16] ^= 1
-    page[1, 0, 1, 6 * 16] ^= 1  # position 70 is not written
+    page[1, 0, 64 * 16 + 5 * 32] ^= 1
+    page[1, 0, 64 * 16 + 6 * 32] ^= 1  # position 70 is not written
     assert cache.kv_sha256(s) == before
 
 

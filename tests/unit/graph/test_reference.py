@@ -110,16 +110,32 @@ def dense(m: Model, tokens: list[int]) -> F64:
         gate = linear(h, f"{blk}attn_gate")
         return linear(norm(np.array(out), f"{blk}ssm_norm.weight").reshape(n, -1) * gate * sigmoid(gate), f"{blk}ssm_out")
 
+    def expanded(h: F64, blk: str, layer: Any) -> tuple[F64, F64, F64]:
+        """Latent attention as the paper introduces it: keys and values of every head are made before any are compared."""
+        heads, rank = layer.attention.heads, layer.latent.kv_rank
+        compressed = norm(linear(h, f"{blk}attn_q_a"), f"{blk}attn_q_a_norm.weight") if layer.latent.q_rank else h
+        q = linear(compressed, f"{blk}attn_q_b" if layer.latent.q_rank else f"{blk}attn_q").reshape(n, heads, -1)
+        kv = linear(h, f"{blk}attn_kv_a_mqa")
+        latent = norm(kv[:, :rank], f"{blk}attn_kv_a_norm.weight")
+        k = np.einsum("jr,hrp->jhp", latent, w[f"{blk}attn_k_b.weight"])
+        v = np.einsum("jr,hvr->jhv", latent, w[f"{blk}attn_v_b.weight"])
+        plain, k_rope = k.shape[2], np.repeat(turn(kv[:, None, rank:], layer.rope), heads, axis=1)
+        q = np.concatenate([q[..., :plain], turn(q[..., plain:], layer.rope)], axis=2)
+        return q, np.concatenate([k, k_rope], axis=2), v
+
     def attention(h: F64, blk: str, layer: LayerConfig) -> F64:
         a, gate = layer.attention, np.zeros(0)
-        q = linear(h, f"{blk}attn_q").reshape(n, a.heads, -1)
-        k, v = (linear(h, f"{blk}{r}").reshape(n, a.kv_heads, a.head_dim) for r in ("attn_k", "attn_v"))
-        if qwen35:
-            q, gate = np.split(q, 2, axis=2)
-        q, k = norm(q, f"{blk}attn_q_norm.weight"), norm(k, f"{blk}attn_k_norm.weight")
-        q, k = turn(q, layer.query_rope or layer.rope), turn(k, layer.rope)
-        k, v = (np.repeat(t, a.heads // a.kv_heads, axis=1) for t in (k, v))
-        s = cap(np.einsum("ihd,jhd->hij", q, k) * (0.125 if c.architecture == "granite" else 1 / np.sqrt(a.head_dim)), a.softcap)
+        if layer.latent is not None:
+            q, k, v = expanded(h, blk, layer)
+        else:
+            q = linear(h, f"{blk}attn_q").reshape(n, a.heads, -1)
+            k, v = (linear(h, f"{blk}{r}").reshape(n, a.kv_heads, a.head_dim) for r in ("attn_k", "attn_v"))
+            if qwen35:
+                q, gate = np.split(q, 2, axis=2)
+            q, k = norm(q, f"{blk}attn_q_norm.weight"), norm(k, f"{blk}attn_k_norm.weight")
+            q, k = turn(q, layer.query_rope or layer.rope), turn(k, layer.rope)
+            k, v = (np.repeat(t, a.heads // a.kv_heads, axis=1) for t in (k, v))
+        s = cap(np.einsum("ihd,jhd->hij", q, k) * (0.125 if c.architecture == "granite" else 1 / np.sqrt(q.shape[2])), a.softcap)
         hidden = (j > i) | ((j <= i - a.window) if a.window else False)
         s = np.where(hidden, -np.inf, s)
         p = np.exp(s - s.max(axis=-1, keepdims=True))
@@ -195,7 +211,9 @@ def test_page_layout(gqa: Model) -> None:
     _, state = gqa.reference().run(prompt(gqa.config.vocab, 70))
     kind = gqa.graph().kv_kinds[0]
     pages = state.pages(0)
-    assert pages.shape == (2, len(kind.layers), kind.kv_heads, 2, 64 * kind.dim) and pages.dtype == np.uint16
+    assert kind.value_dim == kind.dim
+    assert pages.shape == (2, len(kind.layers), kind.kv_heads, 2 * 64 * kind.dim) and pages.dtype == np.uint16
+    pages = pages.reshape(*pages.shape[:3], 2, -1)
     for position, layer, head, d in ((0, 0, 0, 0), (63, 1, 1, 5), (64, 0, 1, 15), (69, 1, 0, 3)):
         page, slot = divmod(position, 64)
         assert pages[page, layer, head, 0, d * 64 + slot] == state.keys[0][layer][position, head, d].view(np.uint16)

@@ -68,7 +68,7 @@ def test_model_fields(change: dict[str, Any], match: str) -> None:
         ({"heads": 3}, "3 attention heads cannot share 2 KV heads"),
         ({"kv_heads": 0}, "KV head count is 0"),
         ({"head_dim": 40}, "multiple of 16"),
-        ({"head_dim": 272}, "1..256"),
+        ({"head_dim": 1040}, "1..1024"),
         ({"window": -1}, "window is -1"),
         ({"scale": 0.0}, "attention scale"),
         ({"softcap": -1.0}, "soft cap"),

@@ -58,6 +58,11 @@ def qwen35(tmp_path_factory: pytest.TempPathFactory) -> tuple[Metadata, dict[str
     return read(CASES["qwen35"].write(tmp_path_factory.mktemp("tiny") / "qwen35.gguf"))[:2]
 
 
+@pytest.fixture(scope="module")
+def deepseek2(tmp_path_factory: pytest.TempPathFactory) -> tuple[Metadata, dict[str, tuple[tuple[int, ...], int]]]:
+    return read(CASES["deepseek2"].write(tmp_path_factory.mktemp("tiny") / "deepseek2.gguf"))[:2]
+
+
 def refused(error: type[QuaffError], match: str, metadata: Metadata, tensors: Tensors) -> None:
     with pytest.raises(error, match=match) as caught:
         f = family(metadata["general.architecture"])
@@ -151,7 +156,7 @@ def test_missing_and_absurd_metadata(key: str, architecture: str, files: dict[st
         ({"attention.head_count_kv": 3}, ConfigError, "4 attention heads cannot share 3"),
         ({"attention.head_count_kv": 0}, ConfigError, "KV head count is 0"),
         ({"attention.key_length": 24, "attention.value_length": 24}, ConfigError, "multiple of 16"),
-        ({"attention.key_length": 512, "attention.value_length": 512}, ConfigError, "1..256"),
+        ({"attention.key_length": 1040, "attention.value_length": 1040}, ConfigError, "1..1024"),
         ({"attention.value_length": 32}, UnsupportedError, "keys and values"),
         ({"rope.dimension_count": 15}, ConfigError, "even"),
         ({"rope.dimension_count": 32}, ConfigError, "exceeds the head dimension"),
@@ -183,6 +188,47 @@ def test_llama_refuses(change: Metadata, error: type[QuaffError], match: str, ll
 )
 def test_gemma3_refuses(change: Metadata, error: type[QuaffError], match: str, gemma3: tuple[Metadata, Tensors]) -> None:
     refused(error, match, gemma3[0] | {f"gemma3.{k}": v for k, v in change.items()}, gemma3[1])
+
+
+def test_deepseek2_conventions(deepseek2: tuple[Metadata, Tensors]) -> None:
+    c = FAMILIES["deepseek2"].config(*deepseek2)
+    a, latent, rope = c.layers[0].attention, c.layers[0].latent, c.layers[0].rope
+    assert (a.heads, a.kv_heads, a.head_dim, a.v_dim) == (6, 1, 80, 64), "compressed keys and values, one head of each"
+    assert latent is not None and (latent.q_rank, latent.kv_rank, latent.plain_dim, latent.value_dim) == (64, 64, 32, 16)
+    assert a.scale == float(np.float32(1 / math.sqrt(48.0))), "by the width before compression"
+    assert rope is not None and rope.interleaved and rope.rotary_dim == 16
+
+
+def test_yarn_in_latent_attention_multiplies_scores(deepseek2: tuple[Metadata, Tensors]) -> None:
+    """DeepSeek V3: mscale and mscale_all_dim are 1, the factor 40: scores grow by (0.1 ln 40 + 1)^2, what is turned keeps its length."""
+    yarn = {"type": "yarn", "factor": 40.0, "original_context_length": 4096, "yarn_log_multiplier": 0.1}
+    layer = FAMILIES["deepseek2"].config(deepseek2[0] | {f"deepseek2.rope.scaling.{k}": v for k, v in yarn.items()}, deepseek2[1]).layers[0]
+    assert math.isclose(layer.attention.scale, 1.87385 / math.sqrt(48.0), rel_tol=1e-5)
+    assert layer.rope is not None and layer.rope.scale == 1.0 and layer.rope.factors[-1] == 40.0
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "match"),
+    [
+        ({"attention.head_count_kv": 6}, ConfigError, r"are \(6, 80, 64\); a latent of 64 and 16 rotary values"),
+        ({"attention.key_length": 64}, ConfigError, r"are \(1, 64, 64\)"),
+        ({"attention.kv_lora_rank": 2048}, ConfigError, "rank of keys and values is 2048"),
+        ({"attention.key_length_mla": 16}, ConfigError, "plain dimension of keys is 0"),
+        ({"attention.value_length_mla": 0}, ConfigError, "value dimension is 0"),
+        ({"expert_count": 8}, UnsupportedError, "mixture of experts"),
+        ({"rope.scaling.type": "su"}, UnsupportedError, "'su'"),
+    ],
+)
+def test_deepseek2_refuses(change: Metadata, error: type[QuaffError], match: str, deepseek2: tuple[Metadata, Tensors]) -> None:
+    refused(error, match, deepseek2[0] | {f"deepseek2.{k}": v for k, v in change.items()}, deepseek2[1])
+
+
+def test_joined_matrices_of_latent_attention_are_named(deepseek2: tuple[Metadata, Tensors]) -> None:
+    metadata, tensors = deepseek2
+    older = {k: v for k, v in tensors.items() if not k.endswith(("attn_k_b.weight", "attn_v_b.weight"))}
+    for layer in (0, 1):
+        older[f"blk.{layer}.attn_kv_b.weight"] = ((6 * 48, 64), 8)
+    refused(UnsupportedError, "k_b and v_b in one tensor.*blk.0.attn_kv_b.weight", metadata, older)
 
 
 def test_linear_scaling_keys(llama: tuple[Metadata, Tensors]) -> None:
