@@ -72,10 +72,10 @@ def test_depth_and_chunks_change_only_what_they_should(llm: LLM) -> None:
     flat = forecast(llm.graph, costs, Order("chunk", 32), Trial(generate=3))
     deep = forecast(llm.graph, costs, Order("chunk", 32), Trial(generate=3, depth=200))
     assert total(deep).macs == total(flat).macs and total(deep).attention_macs > total(flat).attention_macs
-    # A row alone reads f16 keys and values of every position it sees: two times two bytes for each value.
+    # A row alone reads f16 keys and values of every position it sees: two bytes for each value.
     index, attend = next((i, op) for i, s in enumerate(llm.graph.stages) for op in s.program.ops if op.kind == OpKind.ATTEND)
-    _, _, _, kv_heads, dim, window = attend.ints
-    assert deep[index].kv_bytes == 4 * kv_heads * dim * sum(min(n, window or n) for n in (201, 202, 203))
+    _, _, _, kv_heads, dim, window, value_dim = attend.ints
+    assert deep[index].kv_bytes == 2 * kv_heads * (dim + value_dim) * sum(min(n, window or n) for n in (201, 202, 203))
     token = forecast(llm.graph, costs, Order("token"), Trial(prompt=64))
     chunk = forecast(llm.graph, costs, Order("chunk", 32), Trial(prompt=64))
     assert token[index].kv_bytes == 32 * chunk[index].kv_bytes
