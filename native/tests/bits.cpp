@@ -345,9 +345,10 @@ std::vector<float> attend(const AttendArgs& a, int row) {
 
 } // namespace plain
 
-// Pages filled by kv_write, hidden positions too; then rows at mixed positions in tiles of every size the set allows.
+// Pages filled by kv_write, hidden positions too; then rows at mixed positions in tiles of every size the set allows. Pages of f32 that hold
+// the same values have to give the same bits.
 void attention(const KernelTable& k, Lines& lines) {
-    Hash pages_hash, hash;
+    Hash pages_hash, wide_hash, hash;
     bool wrong = false;
     constexpr std::pair<int32_t, int32_t> kDims[] = {{16, 16},   {48, 48}, {64, 64},  {80, 80},  {128, 128},
                                                      {256, 256}, {80, 64}, {32, 112}, {576, 512}};
@@ -356,16 +357,24 @@ void attention(const KernelTable& k, Lines& lines) {
         constexpr int kPages = 4, kRows = 29, kEnd = kPages * kPage;
         const auto page_size = static_cast<size_t>(kPage * (dim + value_dim));
         Buffer<uint16_t> memory(kPages * page_size);
-        const uint16_t* pages[kPages];
+        Buffer<float> wide(memory.size());
+        const uint16_t *pages[kPages], *wide_pages[kPages];
         for (int position = 0; position < kEnd; ++position) {
             const auto kv = numbers(random, dim + value_dim, -18, position % 37 ? 2 : 18); // f16 denormals, and now and then clamped values
             uint16_t* page = memory.data() + static_cast<size_t>(position / kPage) * page_size;
             pages[position / kPage] = page;
             k.kv_write(kv.data(), kv.data() + dim, page, page + kPage * dim, dim, value_dim, position % kPage);
+            float* wide_page = wide.data() + static_cast<size_t>(position / kPage) * page_size;
+            wide_pages[position / kPage] = reinterpret_cast<const uint16_t*>(wide_page);
+            k.kv_write_f32(kv.data(), kv.data() + dim, wide_page, wide_page + kPage * dim, dim, value_dim, position % kPage);
+            for (int64_t d = 0; d < dim; ++d)
+                wrong = wrong || wide_page[d * kPage + position % kPage] != std::clamp(kv[static_cast<size_t>(d)], -65504.0f, 65504.0f);
         }
         pages_hash.values(memory);
+        wide_hash.values(wide);
+        std::transform(memory.begin(), memory.end(), wide.begin(), plain::half_value);
         const auto q = numbers(random, kRows * dim, -6, 2);
-        Buffer<float> out(static_cast<size_t>(kRows * value_dim)), shared(out.size()),
+        Buffer<float> out(static_cast<size_t>(kRows * value_dim)), shared(out.size()), wide_out(out.size()),
             scratch(attend_scratch_floats(dim, value_dim, k.attend_tile));
         Buffer<float> parts(static_cast<size_t>(kPages * (32 + k.attend_tile * value_dim)));
         for (const int32_t window : {0, 1, 7, 64, 100})
@@ -401,21 +410,27 @@ void attention(const KernelTable& k, Lines& lines) {
                         k.attend_parts(&a, 3, kPages, parts.data() + 3 * stride, stride);
                         k.attend_parts(&a, 0, 3, parts.data(), stride);
                         k.attend_merge(&a, 0, kPages, parts.data(), stride);
+                        for (int t = 0; t < a.count; ++t)
+                            shared_results[t] = wide_out.data() + (results[t] - out.data());
+                        a.pages = wide_pages;
+                        k.attend_f32(&a);
                         a.out = results;
+                        a.pages = pages;
                         for (int t = begin % 3; t < a.count; t += 3) { // a third of the rows: the plain loops are slow
                             const std::vector<float> want = plain::attend(a, t);
                             if (std::memcmp(want.data(), results[t], want.size() * sizeof(float)) != 0)
                                 wrong = true;
                         }
                     }
-                    if (std::memcmp(out.data(), shared.data(), out.size() * sizeof(float)) != 0)
-                        wrong = true;
+                    for (const float* other : {shared.data(), wide_out.data()})
+                        wrong = wrong || std::memcmp(out.data(), other, out.size() * sizeof(float)) != 0;
                     hash.values(out);
                 }
     }
     if (wrong)
-        std::fprintf(stderr, "%s: attend differs from plain loops, or from itself with its pages shared out\n", k.isa);
+        std::fprintf(stderr, "%s: attend differs from plain loops, or from itself with its pages shared out or in f32\n", k.isa);
     lines.push_back({"kv_write", pages_hash.value()});
+    lines.push_back({"kv_write_f32", wide_hash.value()});
     lines.push_back({"attend", wrong ? 0 : hash.value()});
 }
 
