@@ -185,6 +185,69 @@ class TinyLfm2(Tiny):
 
 
 @dataclass(frozen=True)
+class TinyGemma4(Tiny):
+    """Global layers at `full` with heads twice as wide, whose keys are their values; the last `borrowed` layers read the KV state of
+    earlier ones and have networks twice as wide."""
+
+    architecture: str = "gemma4"
+    layers: int = 5
+    heads: int = 4
+    window: int = 40
+    full: tuple[int, ...] = (1, 4)
+    borrowed: int = 2
+    each: int = 32
+
+    def _sizes(self, layer: int) -> tuple[int, int]:
+        """(width of a head, of the feed-forward network)."""
+        return self.head_dim * (2 if layer in self.full else 1), self.ffn_dim * (2 if layer >= self.layers - self.borrowed else 1)
+
+    def tensors(self) -> dict[str, tuple[tuple[int, ...], str]]:
+        d, n, out = self.dim, self.each, {}
+        for name, (_, kind) in super().tensors().items():
+            _, layer, role, *_ = [*name.split("."), "", ""]
+            if name in self.vectors:
+                continue
+            if not layer.isdigit():
+                out[name] = ((self.vocab, d) if kind != "F32" else (d,), kind)
+                continue
+            size, f = self._sizes(int(layer))
+            own = int(layer) < self.layers - self.borrowed
+            shapes = {"attn_q": (self.heads * size, d), "attn_k": (self.kv_heads * size, d), "attn_output": (d, self.heads * size)}
+            shapes |= {"attn_v": (self.kv_heads * size, d), "ffn_gate": (f, d), "ffn_up": (f, d), "ffn_down": (d, f)}
+            if role in ("attn_k", "attn_v") and not own or role == "attn_v" and int(layer) in self.full:
+                continue
+            out[name] = (shapes.get(role, (d,)), kind)
+            if role == "ffn_down":
+                more = {"inp_gate": (n, d), "proj": (d, n)}
+                out |= {f"blk.{layer}.{role}.weight": (shape, self._type(role)) for role, shape in more.items()}
+                vectors = {"post_attention_norm": d, "post_ffw_norm": d, "post_norm": d, "attn_q_norm": size, "layer_output_scale": 1}
+                vectors |= {"attn_k_norm": size} if own else {}
+                out |= {f"blk.{layer}.{role}.weight": ((size,), "F32") for role, size in vectors.items()}
+        out["rope_freqs.weight"] = ((self.head_dim,), "F32")
+        out["per_layer_token_embd.weight"] = ((self.vocab, self.layers * n), self.embedding)
+        out["per_layer_model_proj.weight"] = ((self.layers * n, d), self._type("per_layer_model_proj"))
+        out["per_layer_proj_norm.weight"] = ((n,), "F32")
+        return out
+
+    def metadata(self) -> dict[str, Any]:
+        keys = {
+            "feed_forward_length": [self._sizes(i)[1] for i in range(self.layers)],
+            "attention.key_length": 2 * self.head_dim,
+            "attention.value_length": 2 * self.head_dim,
+            "attention.key_length_swa": self.head_dim,
+            "attention.value_length_swa": self.head_dim,
+            "attention.sliding_window_pattern": [i not in self.full for i in range(self.layers)],
+            "attention.shared_kv_layers": self.borrowed,
+            "embedding_length_per_layer_input": self.each,
+            "rope.dimension_count": 2 * self.head_dim,
+            "rope.dimension_count_swa": self.head_dim,
+            "rope.freq_base_swa": 10000.0,
+            "final_logit_softcapping": 4.0,
+        }
+        return super().metadata() | {f"gemma4.{key}": value for key, value in keys.items()}
+
+
+@dataclass(frozen=True)
 class TinyQwen35(Tiny):
     """Gated delta rules in all layers but every `interval`-th."""
 
@@ -430,6 +493,12 @@ CASES: dict[str, Tiny] = {
     "lfm2-float": TinyLfm2(
         dim=40, heads=3, kv_heads=1, layers=3, ffn_dim=72, attends=(0, 2), taps=4, types={"": "F16"}, embedding="F16", seed=9
     ),
+    "gemma4": TinyGemma4(
+        vectors={"rope_freqs.weight": (1.0,) * 4 + (1e30,) * 12}
+        | {f"blk.{i}.attn_q_norm.weight": (0.4,) * (32 if i in (1, 4) else 16) for i in range(5)},
+        types={"": "Q8_0", "attn_k": "F16", "ffn_up": "Q4_1"},
+        seed=30,
+    ),
     "qwen35": TinyQwen35(types={"": "Q8_0", "attn_qkv": "Q4_0"}, seed=10),
     "qwen35-odd": TinyQwen35(
         dim=96, heads=6, kv_heads=1, head_dim=16, layers=5, interval=3, value_heads=2, value_dim=80, types=MIXED, seed=11
@@ -460,7 +529,7 @@ def read(path: Path) -> tuple[dict[str, Any], dict[str, tuple[tuple[int, ...], i
     metadata = {name: value.contents() for name, value in reader.fields.items() if not name.startswith("GGUF.")}
     shapes = {t.name: (tuple(int(n) for n in reversed(t.shape)), int(t.tensor_type)) for t in reader.tensors}
     data = {t.name: np.ascontiguousarray(t.data).view(np.uint8).reshape(-1) for t in reader.tensors}
-    values = {name: data[name].view(np.float32) for name in data if name.startswith("rope_")}
+    values = {name: data[name].view(np.float32) for name in data if name.startswith("rope_") or name.endswith("layer_output_scale.weight")}
     return metadata | values, shapes, data
 
 

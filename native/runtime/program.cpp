@@ -45,7 +45,8 @@ public:
         const auto& ints = op_.ints;
         switch (op_.kind) {
         case OpKind::kEmbed:
-            need(out[0] == kResidual, "writes the residual only");
+            if (out[0] != kResidual)
+                scratch(out[0], false);
             break;
         case OpKind::kRmsNorm:
             source(in[0]);
@@ -103,7 +104,9 @@ public:
             break;
         case OpKind::kAdd:
             scratch(in[0], false);
-            need(out[0] == kResidual, "adds to the residual only");
+            if (out[0] != kResidual)
+                scratch(out[0], false);
+            need(in[0] != out[0], "cannot add a value to itself");
             break;
         case OpKind::kConv:
             scratch(in[0], false);
@@ -261,7 +264,7 @@ int32_t Model::add_stage(std::shared_ptr<const Program> program, std::vector<std
         const Op& op = p.ops[i];
         switch (op.kind) {
         case OpKind::kEmbed:
-            matrix(i, op.weights[0], vocab, dim);
+            matrix(i, op.weights[0], vocab, width(op.outputs[0]));
             break;
         case OpKind::kRmsNorm: {
             const int64_t total = width(op.inputs[0]);
@@ -293,8 +296,8 @@ int32_t Model::add_stage(std::shared_ptr<const Program> program, std::vector<std
                 refuse(i, "rope names a table that does not exist or is wider than a head");
             break;
         case OpKind::kAdd:
-            if (width(op.inputs[0]) != dim)
-                refuse(i, "add input is not as wide as the residual");
+            if (width(op.inputs[0]) != width(op.outputs[0]))
+                refuse(i, "add input and output differ in width");
             break;
         case OpKind::kConv: {
             const Weight& w = matrix(i, op.weights[0], op.ints[2], op.ints[3]);

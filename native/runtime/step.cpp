@@ -326,9 +326,9 @@ std::vector<int64_t> StepRun::row_blocks() const {
 void StepRun::embed(const Stage& stage, const Op& op) {
     const ModelWeight& table = weight(stage, op.weights[0]);
     each_row([&](int64_t i, int) {
-        float* row = residual_row(i);
+        float* row = source_row(op.outputs[0], i);
         dequantize_rows(table.matrix.w, in_.tokens[cell_rows_[static_cast<size_t>(i)]], 1, row);
-        k_.scale(row, op.floats[0], model_.dim);
+        k_.scale(row, op.floats[0], source_width(op.outputs[0]));
     });
     result_.counters.embedding_bytes_touched += cell_size() * table.matrix.bytes / table.matrix.w.rows;
 }
@@ -383,9 +383,9 @@ void StepRun::add(const Op& op) {
     const float by = op.floats[0];
     each_row([&](int64_t i, int) {
         if (by == 1.0f)
-            k_.add(residual_row(i), buffer_row(op.inputs[0], i), model_.dim);
+            k_.add(source_row(op.outputs[0], i), buffer_row(op.inputs[0], i), source_width(op.outputs[0]));
         else
-            k_.add_scaled(residual_row(i), buffer_row(op.inputs[0], i), by, model_.dim);
+            k_.add_scaled(source_row(op.outputs[0], i), buffer_row(op.inputs[0], i), by, source_width(op.outputs[0]));
     });
 }
 
@@ -393,13 +393,13 @@ void StepRun::add(const Op& op) {
 void StepRun::scale(const Op& op) {
     constexpr int64_t kPart = 4096;
     const int32_t in = op.inputs[0], out = op.outputs[0];
-    const int64_t width = in == kLogits ? model_.vocab : in == kResidual ? model_.dim : program_->buffer(in).width;
+    const int64_t width = in == kLogits ? model_.vocab : source_width(in);
     const int64_t parts = (width + kPart - 1) / kPart;
     const float factor = op.floats[0], cap = op.floats[1];
     rt_.pool_.run(cell_size() * parts, [&](int64_t u, int) {
         const int64_t i = u / parts, begin = u % parts * kPart, n = std::min(kPart, width - begin);
         const float* x = (in == kLogits ? logits_row(i) : source_row(in, i)) + begin;
-        float* y = (out == kLogits ? logits_row(i) : out == kResidual ? residual_row(i) : buffer_row(out, i)) + begin;
+        float* y = (out == kLogits ? logits_row(i) : source_row(out, i)) + begin;
         if (y != x)
             std::memcpy(y, x, static_cast<size_t>(n) * sizeof(float));
         if (factor != 1.0f)

@@ -63,6 +63,7 @@ private:
         return floats_[static_cast<size_t>(id - kFirstScratch)] + i * program_->buffer(id).width;
     }
     float* source_row(int32_t id, int64_t i) const { return id == kResidual ? residual_row(i) : buffer_row(id, i); }
+    int64_t source_width(int32_t id) const { return id == kResidual ? model_.dim : program_->buffer(id).width; }
     float* logits_row(int64_t i) const {
         return in_.logits + int64_t{logits_index_[static_cast<size_t>(cell_rows_[static_cast<size_t>(i)])]} * model_.vocab;
     }

@@ -145,7 +145,8 @@ class LatentConfig:
 @dataclass(frozen=True, slots=True)
 class LayerConfig:
     """One layer; layers with equal KV shape and kind share a page table. Without `rope` its positions are not encoded; queries turn by
-    `query_rope` where theirs is another.
+    `query_rope` where theirs is another. `ffn_dim` 0 is the model's. A layer with `kv_layer` has no keys and values of its own but reads
+    those of that earlier layer. The residual is multiplied by `output_scale` at its end.
 
     Layers of kinds conv and delta have `conv_taps` taps for every channel and do not use `attention` and `rope`, which are the others'.
     With `latent`, `attention` is that over compressed keys.
@@ -158,6 +159,9 @@ class LayerConfig:
     delta: DeltaConfig | None = None
     query_rope: RopeConfig | None = None
     latent: LatentConfig | None = None
+    ffn_dim: int = 0
+    kv_layer: int | None = None
+    output_scale: float = 1.0
 
     def __post_init__(self) -> None:
         _check(self.kind in get_args(LayerKind), f"layer kind is {self.kind!r}; expected {', '.join(get_args(LayerKind))}")
@@ -180,8 +184,9 @@ class LayerConfig:
 class ModelConfig:
     """Shape of a decoder. `dim`, `ffn_dim`, `vocab` in values, `context_length` in tokens.
 
-    `embedding_scale` multiplies embedding rows, `residual_scale` what a mixer or ffn adds, `logit_scale` logits; then they are capped to
-    cap*tanh(logit/cap) where `logit_softcap` is not 0.
+    `per_layer_dim` values of every token enter each layer beside the residual (0: none). `embedding_scale` multiplies embedding rows,
+    `residual_scale` what a mixer or ffn adds, `logit_scale` logits; then they are capped to cap*tanh(logit/cap) where `logit_softcap` is
+    not 0.
     """
 
     architecture: str
@@ -192,6 +197,7 @@ class ModelConfig:
     context_length: int
     eps: float
     layers: tuple[LayerConfig, ...]
+    per_layer_dim: int = 0
     embedding_scale: float = 1.0
     residual_scale: float = 1.0
     logit_scale: float = 1.0

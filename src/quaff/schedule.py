@@ -227,7 +227,7 @@ def compile_order(grid: Grid, order: Order) -> CompiledSchedule:
 class StageCost:
     """What a cell of a stage costs: `launches` and `weight_bytes` per cell, `macs`, `state_macs` and `kv_bytes` per row.
 
-    The table is the embedding.
+    Of its embedding tables, each of `table_bytes`, a row reads one row of `table_rows`.
     """
 
     spec: StageSpec
@@ -236,7 +236,7 @@ class StageCost:
     macs: int
     state_macs: int
     kv_bytes: int
-    table_bytes: int
+    table_bytes: tuple[int, ...]
     table_rows: int
 
 
@@ -250,7 +250,7 @@ def stage_costs(graph: Graph, weight_bytes: Mapping[str, int], vocab_rows: int) 
             macs=spec.macs_per_row,
             state_macs=spec.state_macs_per_row,
             kv_bytes=spec.kv_bytes_per_row * graph.kv_value_bytes // 2,
-            table_bytes=weight_bytes[spec.weights[0]] if spec.kind == "embed" else 0,
+            table_bytes=tuple(weight_bytes[name] for name in spec.tables),
             table_rows=vocab_rows,
         )
         for spec in graph.stages
@@ -266,9 +266,8 @@ def predict(costs: Sequence[StageCost], spans: Sequence[Range], starts: Sequence
         cost = costs[stage]
         rows = sum(end - begin for begin, end in ranges)
         launches += cost.launches
-        if cost.spec.kind == "embed":
-            embedding += rows * cost.table_bytes // cost.table_rows
-        elif stage > last_mixer:
+        embedding += sum(rows * nbytes // cost.table_rows for nbytes in cost.table_bytes)
+        if stage > last_mixer:
             head_bytes += cost.weight_bytes
             head_macs += rows * cost.macs
             head_rows += rows if cost.spec.kind == "head" else 0

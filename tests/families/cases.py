@@ -225,6 +225,58 @@ GEMMA2 = settings(
 )
 GEMMA2_NORMS = {module: letters for module, letters in GEMMA_NORMS.items() if module not in QK_NORMS}
 
+GEMMA4 = settings(
+    "gemma4_text",
+    "Gemma4ForCausalLM",
+    num_hidden_layers=6,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    num_global_key_value_heads=1,
+    head_dim=16,
+    global_head_dim=32,
+    hidden_act=None,
+    hidden_activation="gelu_pytorch_tanh",
+    sliding_window=40,
+    layer_types=["sliding_attention", "full_attention"] * 3,
+    rope_theta=None,
+    rope_parameters={
+        "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+        "full_attention": {"rope_type": "proportional", "rope_theta": 1e6, "partial_rotary_factor": 0.25},
+    },
+    attention_k_eq_v=True,
+    num_kv_shared_layers=2,
+    use_double_wide_mlp=True,
+    hidden_size_per_layer_input=32,
+    vocab_size_per_layer_input=300,
+    enable_moe_block=False,
+    final_logit_softcapping=4.0,
+    tie_word_embeddings=True,
+)
+
+
+def gemma4(config: Mapping[str, Any]) -> Shapes:
+    """Heads of two sizes, keys that are values, layers that read other layers' keys and values, and inputs of every layer."""
+    d, layers, each = config["hidden_size"], config["num_hidden_layers"], config["hidden_size_per_layer_input"]
+    shapes: Shapes = {"model.embed_tokens.weight": (config["vocab_size"], d), "model.norm.weight": (d,)}
+    shapes["model.embed_tokens_per_layer.weight"] = (config["vocab_size"], layers * each)
+    shapes["model.per_layer_model_projection.weight"] = (layers * each, d)
+    shapes["model.per_layer_projection_norm.weight"] = (each,)
+    for i, kind in enumerate(config["layer_types"]):
+        sliding, own = kind == "sliding_attention", i < layers - config["num_kv_shared_layers"]
+        size = config["head_dim"] if sliding else config["global_head_dim"]
+        kv = size * (config["num_key_value_heads"] if sliding else config["num_global_key_value_heads"])
+        q, f = size * config["num_attention_heads"], config["intermediate_size"] * (1 if own else 2)
+        modules: Shapes = {"self_attn.q_proj": (q, d), "self_attn.q_norm": (size,), "self_attn.o_proj": (d, q)}
+        if own:
+            modules |= {"self_attn.k_proj": (kv, d), "self_attn.k_norm": (size,)}
+            modules |= {"self_attn.v_proj": (kv, d)} if sliding else {}
+        modules |= {"mlp.gate_proj": (f, d), "mlp.up_proj": (f, d), "mlp.down_proj": (d, f)}
+        modules |= {"per_layer_input_gate": (each, d), "per_layer_projection": (d, each), "post_per_layer_input_norm": (d,)}
+        modules |= {module: (d,) for module in GEMMA2_NORMS}
+        shapes |= {f"model.layers.{i}.{module}.weight": shape for module, shape in modules.items()}
+        shapes[f"model.layers.{i}.layer_scalar"] = (1,)
+    return shapes
+
 
 def latent(model_type: str, architecture: str, **changes: Any) -> dict[str, Any]:
     """Latent attention with dense layers; the norms inside it have an epsilon of 1e-6 whatever the configuration says."""
@@ -257,6 +309,7 @@ GLM_LITE = latent("glm4_moe_lite", "Glm4MoeLiteForCausalLM", first_k_dense_repla
 KIMI_K2 = latent("kimi_k2", "DeepseekV3ForCausalLM", num_attention_heads=4, num_key_value_heads=4, rope_theta=50000.0)
 
 FAMILIES: dict[str, TinyHF] = {
+    "gemma4": TinyHF(GEMMA4, gemma4(GEMMA4), {r".*layer_scalar": (0.8, 0.1), r".*\.[qk]_norm\.weight": (0.4, 0.1)}, seed=19),
     "llama3": TinyHF(LLAMA3, decoder(LLAMA3, ATTENTION | GATED | NORMS), seed=10),
     "mistral": TinyHF(MISTRAL, decoder(MISTRAL, ATTENTION | GATED | NORMS), seed=11),
     "ministral3": TinyHF(MINISTRAL3, decoder(MINISTRAL3, ATTENTION | GATED | NORMS), {r".*\.[qk]_proj\.weight": (0.0, 0.11)}, seed=12),

@@ -76,6 +76,11 @@ def test_rest_of_the_last_layer_and_head_run_only_for_rows_that_are_asked_for(mo
     assert spent.weight_bytes_loaded == 0
 
 
+def last_own(model: Tinyrun) -> int:
+    """The last layer that leaves state; those after it read the keys and values of others."""
+    return max(i for i, layer in enumerate(model.graph.config.layers) if layer.kv_layer is None)
+
+
 def attends(layer: LayerConfig) -> bool:
     return layer.kind in ("full", "sliding")
 
@@ -92,17 +97,21 @@ def test_the_rest_of_the_formulas(model: Tinyrun) -> None:
     n, c = 90, model.graph.config
     spent = run(model, n, Order("chunk", 32), (n - 1,))
     attending = [(i, layer.attention) for i, layer in enumerate(c.layers) if attends(layer)]
-    kv = sum(a.kv_heads * (a.head_dim + a.v_dim) * 2 for _, a in attending)
+    kv = sum(a.kv_heads * (a.head_dim + a.v_dim) * 2 for i, a in attending if c.layers[i].kv_layer is None)
     assert spent.state_macs == n * sum(state_macs(layer, c.dim) for layer in c.layers)
     assert spent.kv_bytes_written == n * kv
     attention = 0
     for index, a in attending:
-        rows = range(n) if index < len(c.layers) - 1 else (n - 1,)
+        rows = range(n) if index < last_own(model) else (n - 1,)
         visible = sum(min(i + 1, a.window) if a.window else i + 1 for i in rows)
         attention += visible * (a.head_dim + a.v_dim) * a.heads
     assert spent.attention_macs == attention
     table = model.weights["token_embd.weight"]
-    assert spent.embedding_bytes_touched == sum(rows * table.nbytes // table.rows for rows in (32, 32, 26))
+    tables = [(table, (32, 32, 26))]
+    for i in range(len(c.layers) if c.per_layer_dim else 0):
+        cells = (32, 32, 26) if i < last_own(model) else (1,)
+        tables += [(table, cells), (model.weights[f"blk.{i}.per_layer_token_embd.weight"], cells)]
+    assert spent.embedding_bytes_touched == sum(rows * t.nbytes // t.rows for t, cells in tables for rows in cells)
     tail = last_mixer(model) + 1
     assert spent.macs == n * sum(s.macs_per_row for s in model.graph.stages[:tail])
     launches = [s.launches for s in model.graph.stages]

@@ -63,6 +63,13 @@ class Shared:
         self.kinds.append(wanted)
         return len(self.kinds) - 1, 0
 
+    def kv_of(self, layer: int) -> tuple[int, int]:
+        """(KV kind, layer in kind) of keys and values that were written by an earlier layer."""
+        for i, k in enumerate(self.kinds):
+            if layer in k.layers:
+                return i, k.layers.index(layer)
+        raise ConfigError(f"layer {layer} has no keys and values that another could read")
+
     def state(self, layer: int, name: str, size: int) -> tuple[int, int]:
         """(kind of recurrent state, layer in kind) of a model layer."""
         for i, k in enumerate(self.states):
@@ -104,6 +111,21 @@ class StageBuilder:
         out = self._f32(x.width)
         self._emit(OpKind.SCALE, (x.buffer,), (out.buffer,), floats=(1.0, 0.0))
         return out
+
+    def token(self, table: WeightRef, scale: float) -> Value:
+        """The row of a table that belongs to the row's token, times `scale`."""
+        if len(table.shape) != 2 or table.shape[0] != self.config.vocab:
+            raise ConfigError(f"table {table.name} of shape {table.shape} has no row for each of {self.config.vocab} tokens")
+        self._matrix(table, table.shape[1])
+        out = self._f32(table.shape[1])
+        self._emit(OpKind.EMBED, (), (out.buffer,), (self._slot(table),), floats=(scale,))
+        return out
+
+    def scale(self, x: Value, factor: float) -> Value:
+        """In place: the value given and the value returned are the same buffer."""
+        if factor != 1.0:
+            self._emit(OpKind.SCALE, (x.buffer,), (x.buffer,), floats=(factor, 0.0))
+        return x
 
     def rms_norm(self, x: Value, w: WeightRef, eps: float) -> Value:
         if len(w.shape) != 1 or x.width % w.shape[0]:
@@ -153,14 +175,21 @@ class StageBuilder:
         self._emit(OpKind.ROPE, (x.buffer,), (x.buffer,), ints=ints)
         return x
 
-    def attention(self, q: Value, k: Value, v: Value, attention: AttentionConfig) -> Value:
+    def attention(self, q: Value, k: Value | None, v: Value | None, attention: AttentionConfig) -> Value:
+        """Over the layer's own keys and values, or without any over those of the layer that `kv_layer` names."""
         a = attention
         parts = ((q, a.heads, a.head_dim, "queries"), (k, a.kv_heads, a.head_dim, "keys"), (v, a.kv_heads, a.v_dim, "values"))
         for value, heads, dim, name in parts:
-            if value.width != heads * dim:
+            if value is not None and value.width != heads * dim:
                 raise ConfigError(f"{name} of layer {self.layer} are {value.width} wide; {heads} heads of {dim} need {heads * dim}")
-        kind, index = self._shared.kv(self.layer, self._layer_config.kind, a)
-        self._emit(OpKind.KV_WRITE, (k.buffer, v.buffer), (), ints=(kind, index, a.kv_heads, a.head_dim, a.v_dim))
+        source = self._layer_config.kv_layer
+        if k is not None and v is not None and source is None:
+            kind, index = self._shared.kv(self.layer, self._layer_config.kind, a)
+            self._emit(OpKind.KV_WRITE, (k.buffer, v.buffer), (), ints=(kind, index, a.kv_heads, a.head_dim, a.v_dim))
+        elif k is None and v is None and source is not None:
+            kind, index = self._shared.kv_of(source)
+        else:
+            raise ConfigError(f"layer {self.layer} has keys and values of its own, or reads those of another layer, not both")
         out = self._f32(a.heads * a.v_dim)
         ints = (kind, index, a.heads, a.kv_heads, a.head_dim, a.window, a.v_dim)
         self._emit(OpKind.ATTEND, (q.buffer,), (out.buffer,), ints=ints, floats=(a.scale, a.softcap))
@@ -218,11 +247,12 @@ class StageBuilder:
         return self._glu(gate, x, SIGMOID)
 
     def add(self, target: Value, x: Value) -> None:
-        if target.buffer != RESIDUAL:
-            raise ConfigError("only the residual can be added to")
+        """In place: the target and the value that `target += x` leaves are the same buffer."""
         if x.width != target.width:
-            raise ConfigError(f"a value of width {x.width} cannot be added to the residual of width {target.width}")
-        self._emit(OpKind.ADD, (x.buffer,), (RESIDUAL,), floats=(self.config.residual_scale,))
+            what = "the residual" if target.buffer == RESIDUAL else "a value"
+            raise ConfigError(f"a value of width {x.width} cannot be added to {what} of width {target.width}")
+        scale = self.config.residual_scale if target.buffer == RESIDUAL else 1.0
+        self._emit(OpKind.ADD, (x.buffer,), (target.buffer,), floats=(scale,))
 
     def finish(self, kind: StageKind, fuse: bool) -> StageSpec:
         return self._stage(kind, self._ops, fuse)
@@ -343,14 +373,16 @@ def build_graph(
     g = StageBuilder(config, shared, NONE, activations)
     family.embed(g, config, top)
     stages.append(g.finish("embed", fuse))
+    # Layers that only read the state of others are needed for rows with logits alone, and so is what follows in the last other one.
+    last = max((i for i, layer in enumerate(config.layers) if layer.kv_layer is None), default=0)
     for i, layer in enumerate(config.layers):
         w = Weights(tensors, f"blk.{i}.")
         g = StageBuilder(config, shared, i, activations)
         family.mixer(g, config, layer, w)
-        if i < len(config.layers) - 1:
-            stages.append(g.finish("mixer", fuse))
-        else:
+        if i == last:
             stages.extend(g.finish_last_mixer(fuse))
+        else:
+            stages.append(g.finish("mixer" if i < last else "attend", fuse))
         g = StageBuilder(config, shared, i, activations)
         family.ffn(g, config, layer, w)
         stages.append(g.finish("ffn", fuse))

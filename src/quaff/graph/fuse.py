@@ -97,6 +97,7 @@ def residual_in_linear(ops: list[Op]) -> list[Op]:
             and out[-1].kind == OpKind.LINEAR
             and out[-1].outputs == op.inputs
             and op.floats == (1.0,)
+            and op.outputs == (RESIDUAL,)
             and _unread(ops, i, op.inputs[0])
         ):
             out[-1] = replace(out[-1], outputs=(RESIDUAL,), ints=(1, 1))

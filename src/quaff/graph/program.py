@@ -5,7 +5,7 @@ Buffers of a program are numbered: 0 the residual (f32, model width), 1 the logi
 
 | kind | inputs -> outputs | weights | ints | floats |
 |---|---|---|---|---|
-| EMBED | -> 0 | table | | scale |
+| EMBED | -> 0 or buf | table | | scale |
 | RMS_NORM | src -> f32 or -1, int8 or -1 | w | heads: vectors of len(w) per row | eps |
 | QUANTIZE | src -> int8 | | | |
 | LINEAR | int8 or -1, f32 or -1 -> one per weight | w1..wn, b1..bn (-1 none) | n, accumulate | |
@@ -13,7 +13,7 @@ Buffers of a program are numbered: 0 the residual (f32, model width), 1 the logi
 | KV_WRITE | k, v -> | | kind, layer in kind, kv_heads, head_dim, value_dim | |
 | ATTEND | q -> out | | kind, layer in kind, heads, kv_heads, head_dim, window, value_dim | scale, softcap |
 | GLU | gate, up -> f32 or -1, int8 or -1 | | 0 silu, 1 gelu_tanh, 2 sigmoid | |
-| ADD | src -> 0 | | | scale: 0 + scale*src |
+| ADD | src -> 0 or buf | | | scale: out + scale*src |
 | CONV | src -> f32 or -1, int8 or -1 | w [channels, taps], b (-1 none) | kind, layer in kind, channels, taps, 0 gated or 1 silu | |
 | SPLIT | src -> one per part | | heads, width of each part in a head | |
 | UNIT_NORM | buf -> the same buf | | heads, head_dim | eps, scale |
@@ -136,8 +136,13 @@ class StageSpec:
     @property
     def small_weights(self) -> tuple[str, ...]:
         """Names of norm vectors and biases, in slot order; an embedding table is in neither list, cells read single rows of it."""
-        linear = set(self.linear_weights)
-        return tuple(name for name in self.weights if name not in linear) if self.kind != "embed" else ()
+        large = {*self.linear_weights, *self.tables}
+        return tuple(name for name in self.weights if name not in large)
+
+    @property
+    def tables(self) -> tuple[str, ...]:
+        """Names of the tables of which a row reads its token's row, one for each time it does."""
+        return tuple(self.weights[op.weights[0]] for op in self.program.ops if op.kind == OpKind.EMBED)
 
     def attention_macs(self, start: int, rows: int) -> int:
         """Multiply-accumulates of scores and values over the visible positions of rows start .. start + rows - 1."""

@@ -37,7 +37,7 @@ from quaff.graph.arithmetic import (
     unit_norm,
 )
 from quaff.graph.lowering import ReferenceWeight, lower
-from quaff.graph.program import GATED, LOGITS, NONE, RESIDUAL, Graph, KVKind, Op, OpKind, StageSpec
+from quaff.graph.program import GATED, LOGITS, NONE, Graph, KVKind, Op, OpKind, StageSpec
 from quaff.graph.rope_table import rope_rows
 
 FLOAT_BLOCK = 128
@@ -251,7 +251,7 @@ class _Run:
     def _embed(self, op: Op, weights: list[ReferenceWeight | None]) -> None:
         (table,) = weights
         assert table is not None
-        self._f32[RESIDUAL] = table.dequantised()[self._ids] * np.float32(op.floats[0])
+        self._f32[op.outputs[0]] = table.dequantised()[self._ids] * np.float32(op.floats[0])
 
     def _rms_norm(self, op: Op, weights: list[ReferenceWeight | None]) -> None:
         (w,) = weights
@@ -322,7 +322,7 @@ class _Run:
         self._store_both(op, (silu, gelu_tanh, sigmoid)[op.ints[0]](gate) * up)
 
     def _add(self, op: Op, weights: list[ReferenceWeight | None]) -> None:
-        self._f32[RESIDUAL] = fma(self._f32[op.inputs[0]], np.float32(op.floats[0]), self._f32[RESIDUAL])
+        self._f32[op.outputs[0]] = fma(self._f32[op.inputs[0]], np.float32(op.floats[0]), self._f32[op.outputs[0]])
 
     def _scale(self, op: Op, weights: list[ReferenceWeight | None]) -> None:
         factor, cap = np.float32(op.floats[0]), np.float32(op.floats[1])

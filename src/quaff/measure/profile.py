@@ -116,7 +116,7 @@ def op_name(stage: StageSpec, op: Op) -> str:
         OpKind.UNIT_NORM: "unit norm",
         OpKind.DELTA_GATES: "delta gates",
         OpKind.DELTA: "delta rule",
-        OpKind.SCALE: "logit scale" if stage.kind == "head" else "copy",
+        OpKind.SCALE: "copy" if op.inputs != op.outputs else "logit scale" if stage.kind == "head" else "scale",
         OpKind.CONCAT: "concat",
     }[op.kind]
 

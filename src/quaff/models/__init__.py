@@ -11,13 +11,13 @@ import numpy as np
 from quaff.checkpoint import Checkpoint, TensorView
 from quaff.config import ModelConfig
 from quaff.errors import UnsupportedError, quote
-from quaff.models import deepseek2, gemma2, gemma3, granite, lfm2, llama, mistral3, olmo2, phi3, qwen2, qwen3, qwen35, smollm3
-from quaff.models.family import CONFIG_TENSORS, F32_TYPE, Family, Tensors
+from quaff.models import deepseek2, gemma2, gemma3, gemma4, granite, lfm2, llama, mistral3, olmo2, phi3, qwen2, qwen3, qwen35, smollm3
+from quaff.models.family import F32_TYPE, Family, Tensors, in_config
 from quaff.models.metadata import CONTEXT
 
 FAMILIES: dict[str, Family] = {
     module.FAMILY.name: module.FAMILY
-    for module in (llama, qwen2, qwen3, mistral3, smollm3, granite, olmo2, phi3, gemma2, gemma3, lfm2, qwen35, deepseek2)
+    for module in (llama, qwen2, qwen3, mistral3, smollm3, granite, olmo2, phi3, gemma2, gemma3, gemma4, lfm2, qwen35, deepseek2)
 }
 
 
@@ -49,8 +49,8 @@ def read_model(checkpoint: Checkpoint, context: int | None = None) -> ReadModel:
     model_family = family(checkpoint.architecture)
     tensors = {name: (view.shape, view.ggml_type) for name, view in checkpoint.tensors.items()}
     values: dict[str, Any] = {CONTEXT: context or 0}
-    for name in CONFIG_TENSORS:
-        if name in tensors and len(tensors[name][0]) == 1 and tensors[name][1] == F32_TYPE:
+    for name, (shape, ggml_type) in tensors.items():
+        if in_config(name) and len(shape) == 1 and ggml_type == F32_TYPE:
             values[name] = checkpoint.tensors[name].data.view(np.float32)
     config = model_family.config({**checkpoint.metadata, **values}, tensors)
     return ReadModel(model_family, config, model_family.split(config, checkpoint.tensors))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Protocol, overload
 
 import numpy as np
@@ -17,7 +18,13 @@ Tensors = Mapping[str, tuple[tuple[int, ...], int]]
 """Name -> (shape as (n,), (rows, cols) or (matrices, rows, cols), ggml type) of every tensor in a checkpoint."""
 
 CONFIG_TENSORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
-"""Vectors that belong to the configuration, not to an op."""
+OUTPUT_SCALE = "layer_output_scale.weight"
+
+
+def in_config(name: str) -> bool:
+    """Whether a vector belongs to the configuration, not to an op."""
+    return name in CONFIG_TENSORS or name.endswith(OUTPUT_SCALE)
+
 
 F32_TYPE, F16_TYPE, BF16_TYPE = 0, 1, 30
 
@@ -48,6 +55,11 @@ class Weights:
     def __init__(self, tensors: Tensors, prefix: str = "") -> None:
         self._tensors = tensors
         self._prefix = prefix
+
+    @property
+    def top(self) -> Weights:
+        """Tensors of no layer."""
+        return Weights(self._tensors)
 
     def __contains__(self, role: str) -> bool:
         return f"{self._prefix}{role}.weight" in self._tensors
@@ -86,7 +98,9 @@ class Builder(Protocol):
     @residual.setter
     def residual(self, value: Value) -> None: ...
     def embed(self, table: WeightRef, scale: float) -> None: ...
+    def token(self, table: WeightRef, scale: float) -> Value: ...
     def copy(self, x: Value) -> Value: ...
+    def scale(self, x: Value, factor: float) -> Value: ...
     def rms_norm(self, x: Value, w: WeightRef, eps: float) -> Value: ...
     @overload
     def linear(self, x: Value, w: WeightRef, /) -> Value: ...
@@ -106,7 +120,7 @@ class Builder(Protocol):
         """Turns the first `rope.rotary_dim` values of every head of `head_dim` (0: the attention's), in place; nothing without a rope."""
         ...
 
-    def attention(self, q: Value, k: Value, v: Value, attention: AttentionConfig) -> Value: ...
+    def attention(self, q: Value, k: Value | None, v: Value | None, attention: AttentionConfig) -> Value: ...
     def gated_conv(self, x: Value, w: WeightRef) -> Value: ...
     def conv(self, x: Value, w: WeightRef) -> Value: ...
     def split(self, x: Value, heads: int, *widths: int) -> tuple[Value, ...]: ...
@@ -152,7 +166,8 @@ class HuggingFace:
 class Family:
     """One architecture. `refused` names tensors that mean a feature we lack, with the feature's name.
 
-    `parts`: role of a tensor that holds the rows of several weights -> their roles and rows, in order; the table names the weights.
+    `parts`: role of a tensor that holds the rows of several weights -> their roles and rows, in order; `columns`: the same for columns;
+    the table names the weights.
     Without `huggingface` only GGUF files hold it. The rest is for `quaff models`: what a layer may be, and the implementation whose float32
     logits of a tiny model (tests/goldens/families) ours agree with to `tolerance` times their range.
     """
@@ -167,27 +182,26 @@ class Family:
     refused: Mapping[str, str]
     huggingface: HuggingFace | None = None
     parts: Callable[[ModelConfig], Mapping[str, Mapping[str, int]]] | None = None
+    columns: Callable[[ModelConfig], Mapping[str, Mapping[str, int]]] | None = None
     layer_kinds: tuple[str, ...] = ("attention",)
     oracle: str = "transformers"
     tolerance: float = 1e-4
 
     def split(self, config: ModelConfig, views: Mapping[str, TensorView]) -> dict[str, TensorView]:
-        """The tensors of a checkpoint, those of several `parts` as one view for each. ConfigError when one has too many or too few rows."""
-        parts = self.parts(config) if self.parts is not None else {}
+        """The tensors of a checkpoint, those of several `parts` as one view for each. ConfigError when one is not as large as its parts."""
+        rows, columns = (f(config) if f is not None else {} for f in (self.parts, self.columns))
         out: dict[str, TensorView] = {}
         for name, view in views.items():
             *prefix, role, suffix = name.split(".") if name.count(".") else ("", name)
-            if role not in parts:
+            parts, axis = (columns[role], 1) if role in columns else (rows.get(role), 0)
+            if not parts:
                 out[name] = view
                 continue
-            whole = sum(parts[role].values())
-            if view.shape[0] != whole:
-                raise ConfigError(f"tensor {name} has {view.shape[0]} rows; the metadata says {whole}, of {', '.join(parts[role])}")
-            begin = 0
-            for part, rows in parts[role].items():
-                own = ".".join((*prefix, part, suffix))
-                out[own] = _rows(view, own, begin, rows)
-                begin += rows
+            names = [".".join((*prefix, part, suffix)) for part in parts]
+            if len(view.shape) <= axis or view.shape[axis] != sum(parts.values()):
+                what, size = ("rows", "columns")[axis], view.shape[axis] if len(view.shape) > axis else 0
+                raise ConfigError(f"tensor {name} has {size} {what}; the metadata says {sum(parts.values())}, of {', '.join(parts)}")
+            out |= dict(zip(names, _parts(view, names, list(parts.values()), axis), strict=True))
         return out
 
     def check(self, config: ModelConfig, tensors: Tensors) -> None:
@@ -212,14 +226,33 @@ class Family:
                 raise UnsupportedError(f"{what} {spec.name} has ggml type {ggml_type}; {which} must be F32")
 
 
-def _rows(view: TensorView, name: str, begin: int, rows: int) -> TensorView:
-    """Rows begin .. begin + rows - 1 of a tensor as a tensor of their own; rows are whole blocks, so nothing is copied."""
-    nbytes = view.nbytes // view.shape[0]
+def _parts(view: TensorView, names: list[str], sizes: list[int], axis: int) -> Iterator[TensorView]:
+    """Rows (axis 0) or columns of a tensor as tensors of their own; a part is made of whole blocks.
 
-    def read() -> NDArray[np.uint8]:
-        return view.data[begin * nbytes : (begin + rows) * nbytes]
+    A tensor that is made when it is read is kept until its last part has been.
+    """
+    held: list[NDArray[np.uint8]] = []
+    unread = set(names)
+    whole = view.shape[axis]
 
-    return replace(view, name=name, shape=(rows, *view.shape[1:]), nbytes=rows * nbytes, read=read)
+    def read(name: str, begin: int, size: int) -> NDArray[np.uint8]:
+        data = held[0] if held else view.data
+        if not held:
+            held.append(data)
+        unread.discard(name)
+        if not unread:
+            held.clear()
+            unread.update(names)
+        lines = data.reshape(view.shape[0] if axis else 1, -1)
+        nbytes = lines.shape[1]
+        return np.ascontiguousarray(lines[:, nbytes * begin // whole : nbytes * (begin + size) // whole]).reshape(-1)
+
+    begin = 0
+    for name, size in zip(names, sizes, strict=True):
+        shape = (*view.shape[:axis], size, *view.shape[axis + 1 :])
+        nbytes = view.nbytes * size // whole
+        yield replace(view, name=name, shape=shape, nbytes=nbytes, read=partial(read, name, begin, size))
+        begin += size
 
 
 def decoder_table(config: ModelConfig, layer: Mapping[str, tuple[int, ...]], biased: Mapping[str, bool]) -> tuple[TensorSpec, ...]:

@@ -61,6 +61,53 @@ def test_gemma3_stages(tmp_path: Path) -> None:
     assert attends == [(0, 0), (0, 1), (0, 2), (0, 3), (0, 4), (1, 0), (0, 5)]
 
 
+def test_gemma4_layers_that_borrow_keys_run_for_wanted_rows_alone(tmp_path: Path) -> None:
+    g = graph(tmp_path, "gemma4")
+    kinds_of = [(s.kind, s.layer) for s in g.stages]
+    mixers = [("mixer", 0), ("ffn", 0), ("mixer", 1), ("ffn", 1), ("mixer", 2)]
+    assert kinds_of == [
+        ("embed", -1),
+        *mixers,
+        ("attend", 2),
+        ("ffn", 2),
+        ("attend", 3),
+        ("ffn", 3),
+        ("attend", 4),
+        ("ffn", 4),
+        ("head", -1),
+    ]
+    assert [(k.name, k.layers, k.dim) for k in g.kv_kinds] == [("sliding", (0, 2), 16), ("full", (1,), 32)]
+    read = {s.layer: op.ints[:2] for s in g.stages for op in s.program.ops if op.kind == OpKind.ATTEND}
+    assert read == {0: (0, 0), 1: (1, 0), 2: (0, 1), 3: (0, 1), 4: (1, 0)}, "layer 3 reads layer 2, layer 4 reads layer 1"
+    assert not any(op.kind == OpKind.KV_WRITE for s in g.stages for op in s.program.ops if s.kind == "attend")
+    ffn = next(s for s in g.stages if (s.kind, s.layer) == ("ffn", 4))
+    assert ffn.tables == ("token_embd.weight", "blk.4.per_layer_token_embd.weight")
+    assert "token_embd.weight" not in ffn.small_weights + ffn.linear_weights
+    assert [op.outputs for op in ffn.program.ops if op.kind == OpKind.SCALE][-1] == (0,), "the residual, by the layer's scale"
+
+
+def test_a_sum_in_scratch_is_not_folded_into_the_residual() -> None:
+    ops = (
+        Op(OpKind.LINEAR, (NONE, 3), (2,), (0, NONE), (1, 0)),
+        Op(OpKind.ADD, (2,), (3,), floats=(1.0,)),
+        Op(OpKind.ADD, (3,), (0,), floats=(1.0,)),
+    )
+    assert fuse(ProgramSpec(((32, F32), (32, F32)), ops)).ops == ops
+
+
+def test_a_layer_keeps_keys_or_borrows_them(tmp_path: Path) -> None:
+    config, _ = load(tmp_path, CASES["gemma4"])
+    kept, borrowing = (StageBuilder(config, Shared([], []), layer, "int8") for layer in (0, 3))
+    for g in (kept, borrowing):
+        q = g.linear(g.residual, WeightRef("w", (64, 64), False))
+        k = g.linear(g.residual, WeightRef("w", (32, 64), False))
+        arguments = (q, k, k) if g is borrowing else (q, None, None)
+        with pytest.raises(ConfigError, match="not both"):
+            g.attention(*arguments, config.layers[g.layer].attention)
+    with pytest.raises(ConfigError, match="layer 2 has no keys and values"):
+        borrowing.attention(borrowing.linear(borrowing.residual, WeightRef("w", (64, 64), False)), None, None, config.layers[3].attention)
+
+
 def test_unfused_is_one_op_per_step(tmp_path: Path) -> None:
     g = graph(tmp_path, "llama-gqa", fuse=False)
     assert kinds(g.stages[2].program) == "RMS_NORM QUANTIZE LINEAR QUANTIZE LINEAR GLU QUANTIZE LINEAR ADD"

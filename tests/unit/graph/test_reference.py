@@ -54,7 +54,7 @@ def dense(m: Model, tokens: list[int]) -> F64:
     for name, (shape, ggml_type) in m.tensors.items():
         values = gguf.quants.dequantize(m.data[name], gguf.GGMLQuantizationType(ggml_type))
         w[name] = values.reshape(shape).astype(np.float64)
-    n, gemma, qwen35 = len(tokens), c.architecture in ("gemma2", "gemma3"), c.architecture == "qwen35"
+    n, gemma, qwen35 = len(tokens), c.architecture.startswith("gemma"), c.architecture == "qwen35"
     i, j = np.arange(n)[:, None], np.arange(n)[None, :]
 
     def norm(x: F64, name: str) -> F64:
@@ -85,6 +85,9 @@ def dense(m: Model, tokens: list[int]) -> F64:
     def causal(x: F64, taps: F64) -> F64:
         last = taps.shape[1] - 1
         return sum(np.pad(x, ((last - t, 0), (0, 0)))[:n] * taps[:, t] for t in range(last + 1))  # type: ignore[no-any-return]
+
+    def gelu(x: F64) -> F64:
+        return 0.5 * x * (1 + np.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3)))
 
     def sigmoid(x: F64) -> F64:
         return 1 / (1 + np.exp(-x))
@@ -129,13 +132,17 @@ def dense(m: Model, tokens: list[int]) -> F64:
             q, k, v = expanded(h, blk, layer)
         else:
             q = linear(h, f"{blk}attn_q").reshape(n, a.heads, -1)
-            k, v = (linear(h, f"{blk}{r}").reshape(n, a.kv_heads, a.head_dim) for r in ("attn_k", "attn_v"))
             if qwen35:
                 q, gate = np.split(q, 2, axis=2)
-            q, k = norm(q, f"{blk}attn_q_norm.weight"), norm(k, f"{blk}attn_k_norm.weight")
-            q, k = turn(q, layer.query_rope or layer.rope), turn(k, layer.rope)
+            q = turn(norm(q, f"{blk}attn_q_norm.weight"), layer.query_rope or layer.rope)
+            if layer.kv_layer is None:
+                k = linear(h, f"{blk}attn_k").reshape(n, a.kv_heads, a.head_dim)
+                v = linear(h, f"{blk}attn_v").reshape(k.shape) if f"{blk}attn_v.weight" in w else k
+                k = turn(norm(k, f"{blk}attn_k_norm.weight"), layer.rope)
+                kept[blk] = k, v / np.sqrt((v**2).mean(-1, keepdims=True) + c.eps) if c.architecture == "gemma4" else v
+            k, v = kept[blk if layer.kv_layer is None else f"blk.{layer.kv_layer}."]
             k, v = (np.repeat(t, a.heads // a.kv_heads, axis=1) for t in (k, v))
-        s = cap(np.einsum("ihd,jhd->hij", q, k) * (0.125 if c.architecture == "granite" else 1 / np.sqrt(q.shape[2])), a.softcap)
+        s = cap(np.einsum("ihd,jhd->hij", q, k) * {"granite": 0.125, "gemma4": 1.0}.get(c.architecture, q.shape[2] ** -0.5), a.softcap)
         hidden = (j > i) | ((j <= i - a.window) if a.window else False)
         s = np.where(hidden, -np.inf, s)
         p = np.exp(s - s.max(axis=-1, keepdims=True))
@@ -143,7 +150,8 @@ def dense(m: Model, tokens: list[int]) -> F64:
         y = np.einsum("hij,jhd->ihd", p, v)
         return linear((y * sigmoid(gate) if qwen35 else y).reshape(n, -1), f"{blk}attn_output")
 
-    x = w["token_embd.weight"][tokens] * (np.sqrt(c.dim) if gemma else c.embedding_scale)
+    kept: dict[str, tuple[F64, F64]] = {}
+    x = embedded = w["token_embd.weight"][tokens] * (np.sqrt(c.dim) if gemma else c.embedding_scale)
     for number, layer in enumerate(c.layers):
         blk = f"blk.{number}."
         h = norm(x, f"{blk}attn_norm.weight")
@@ -151,9 +159,14 @@ def dense(m: Model, tokens: list[int]) -> F64:
         x = x + c.residual_scale * (y if qwen35 else norm(y, f"{blk}post_attention_norm.weight"))
         h = norm(x, f"{blk}post_attention_norm.weight" if qwen35 else f"{blk}ffn_norm.weight")
         gate, up = linear(h, f"{blk}ffn_gate"), linear(h, f"{blk}ffn_up")
-        gelu = 0.5 * gate * (1 + np.tanh(np.sqrt(2 / np.pi) * (gate + 0.044715 * gate**3)))
-        y = linear((gelu if gemma else gate / (1 + np.exp(-gate))) * up, f"{blk}ffn_down")
+        y = linear((gelu(gate) if gemma else gate / (1 + np.exp(-gate))) * up, f"{blk}ffn_down")
         x = x + c.residual_scale * norm(y, f"{blk}post_ffw_norm.weight")
+        if c.per_layer_dim:
+            of_context = norm(linear(embedded, f"{blk}per_layer_model_proj") / np.sqrt(c.dim), "per_layer_proj_norm.weight")
+            of_token = w[f"{blk}per_layer_token_embd.weight"][tokens] * np.sqrt(c.per_layer_dim)
+            y = linear(gelu(linear(x, f"{blk}inp_gate")) * (of_context + of_token) / np.sqrt(2), f"{blk}proj")
+            x = x + norm(y, f"{blk}post_norm.weight")
+        x = x * layer.output_scale
     h = norm(x, "token_embd_norm.weight" if c.architecture == "lfm2" else "output_norm.weight")
     return cap(h @ w.get("output.weight", w["token_embd.weight"]).T * c.logit_scale, c.logit_softcap)
 
