@@ -117,14 +117,15 @@ def test_every_path_gives_the_same_bits(name: str, root: Path) -> None:
 
 
 def test_what_quaff_models_claims_has_a_golden() -> None:
-    """Every kind of folder that is read has an entry, and a family names exactly the oracles whose goldens are there."""
+    """Every family and every kind of folder has an entry, and a family names exactly the oracles whose goldens are there."""
     goldens: dict[str, set[str]] = {}
     for name, case in FAMILIES.items():
         found = {"transformers"} if (GOLDENS / f"{name}.npz").exists() else set()
         found |= {"llama.cpp"} if name in LLAMA_CPP else set()
         goldens.setdefault(str(case.config["model_type"]), set()).update(found)
     for family in REGISTRY.values():
-        if family.huggingface is not None:
-            kinds = family.huggingface.model_types
-            assert goldens.keys() >= set(kinds), f"tests/families/cases.py has no case of {set(kinds) - goldens.keys()}"
-            assert set(family.oracle.split(", ")) == set.union(*(goldens[kind] for kind in kinds)), family.name
+        assert family.huggingface is not None, f"{family.name} cannot be read from a folder, so nothing compares it"
+        assert family.tolerance == FLOAT_BOUND
+        kinds = family.huggingface.model_types
+        assert goldens.keys() >= set(kinds), f"tests/families/cases.py has no case of {set(kinds) - goldens.keys()}"
+        assert set(family.oracle.split(", ")) == set.union(*(goldens[kind] for kind in kinds)), family.name
