@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from quaff.config import AttentionConfig, LayerConfig, ModelConfig
+from quaff.config import MAX_SIZE, AttentionConfig, LayerConfig, ModelConfig
 from quaff.models.family import Builder, Family, HuggingFace, Tensors, TensorSpec, Weights, decoder_table, vocab_size
 from quaff.models.imported import IGNORED, decoder_metadata, decoder_tensors, rope_metadata, rope_parameters
 from quaff.models.metadata import MetadataReader, head_dim, model_name
@@ -33,7 +33,7 @@ def read(m: MetadataReader, metadata: Mapping[str, Any], tensors: Tensors, archi
     dim, heads, length = m.integer("embedding_length"), m.integer("attention.head_count"), m.integer("context_length")
     size, window = head_dim(m, dim, heads), m.integer("attention.sliding_window", 0)
     # A window that no row can outgrow hides nothing.
-    window = 0 if window >= length else window
+    window = 0 if length <= window <= MAX_SIZE else window
     scale = float(np.float32(1 / np.sqrt(float(max(1, size)))))
     attention = AttentionConfig(heads, m.integer("attention.head_count_kv", heads), size, window, scale)
     layer = LayerConfig("sliding" if window else "full", attention, read_rope(m, size, interleaved))
