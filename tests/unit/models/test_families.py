@@ -9,10 +9,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 from tests.families.cases import FAMILIES as HF_CASES
 from tests.tiny import CASES, Tiny, opened, read
 
 import quaff.models
+from quaff.checkpoint import TensorView
 from quaff.config import ModelConfig, RopeConfig
 from quaff.errors import ConfigError, QuaffError, UnsupportedError
 from quaff.models import FAMILIES, family
@@ -375,3 +377,31 @@ def test_gemma4_conventions(files: dict[str, tuple[Metadata, Tensors]]) -> None:
     ):
         with pytest.raises(error, match=match):
             changed(files, "gemma4", keys)
+
+
+def test_parts_are_rows_and_columns_of_a_tensor_that_is_read_once(tmp_path: Path) -> None:
+    """Q8_0 blocks: a column part takes whole blocks of every row. A tensor made when it is read is made once for all its parts."""
+    c = opened(CASES["gemma4"].write(tmp_path / "m.gguf"))[1]
+    reads = []
+
+    def view(name: str, rows: int, cols: int) -> TensorView:
+        blocks = np.arange(rows * cols // 32 * 34, dtype=np.uint32).astype(np.uint8)
+
+        def read() -> NDArray[np.uint8]:
+            reads.append(name)
+            return blocks
+
+        return TensorView(name, (rows, cols), 8, "Q8_0", blocks.nbytes, read)
+
+    table, projection = view("per_layer_token_embd.weight", 300, 5 * 32), view("per_layer_model_proj.weight", 5 * 32, 64)
+    parts = FAMILIES["gemma4"].split(c, {v.name: v for v in (table, projection)})
+    whole = {v.name: v.data for v in (table, projection)}
+    reads.clear()
+    for i in range(5):
+        columns, rows = parts[f"blk.{i}.per_layer_token_embd.weight"], parts[f"blk.{i}.per_layer_model_proj.weight"]
+        assert columns.shape == (300, 32) and rows.shape == (32, 64)
+        assert columns.data.tobytes() == whole[table.name].reshape(300, 5, 34)[:, i].tobytes()
+        assert rows.data.tobytes() == whole[projection.name].reshape(5, -1)[i].tobytes()
+        assert columns.nbytes == 300 * 34 and rows.nbytes == 32 * 68
+    assert reads == [table.name, projection.name]
+    assert parts["blk.4.per_layer_token_embd.weight"].data.nbytes == 300 * 34 and len(reads) == 3, "given back when all parts were read"
