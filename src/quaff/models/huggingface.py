@@ -58,6 +58,8 @@ def open_folder(folder: Path, matrices: str) -> Checkpoint:
     Strict both ways: a tensor that no family's mapping uses or ignores, and one that a mapping needs and the folder lacks, raise.
     """
     with located(folder):
+        if not (folder / "config.json").exists():
+            raise CheckpointError("is a folder, but config.json is missing; give a GGUF file, or the folder of a Hugging Face model")
         whole = read_object(folder / "config.json")
         config = _language(whole)
         family = _family(config)
