@@ -32,6 +32,8 @@ FILES = {
     "qwen2-1.5b-q8_0": Source(shape="qwen2-1.5b", kind="q8_0"),
     "qwen2-1.5b-q4_0": Source(shape="qwen2-1.5b", kind="q4_0"),
     "qwen2-1.5b-q4_k_m": Source(shape="qwen2-1.5b", kind="q4_k_m"),
+    "qwen3-moe-q8_0": Source(shape="qwen3-moe", kind="q8_0"),
+    "qwen3-moe-q4_0": Source(shape="qwen3-moe", kind="q4_0"),
     "gemma3-270m-q4_k_m": Source(alias="gemma3"),
     "lfm2-350m-q8_0": Source(shape="lfm2-350m", kind="q8_0"),
     "lfm2-350m-q4_0": Source(shape="lfm2-350m", kind="q4_0"),
@@ -60,7 +62,8 @@ def model_file(name: str, python: str) -> Path:
 
 @dataclass(frozen=True)
 class Content:
-    """`types`: bytes per ggml type. `token_bytes`: bytes of weights that one decoded token needs, the norms and the head included."""
+    """`types`: bytes per ggml type. `token_bytes`: bytes of weights that one decoded token needs, the norms and the head included, and of
+    experts those that it goes through."""
 
     vocab: int
     types: Counter[str]
@@ -78,4 +81,7 @@ def content(path: Path) -> Content:
             types[view.type_name] += view.nbytes
         table = checkpoint.tensors["token_embd.weight"]
         unused = table.nbytes if "output.weight" in checkpoint.tensors else 0
+        used, count = (checkpoint.metadata.get(f"{checkpoint.architecture}.expert_{key}", 1) for key in ("used_count", "count"))
+        stacks = sum(view.nbytes for view in checkpoint.tensors.values() if len(view.shape) == 3)
+        unused += stacks - stacks * used // max(1, count)
         return Content(table.shape[0], types, sum(types.values()) - unused)

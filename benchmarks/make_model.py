@@ -29,7 +29,8 @@ PIECE_BYTES = 8 << 20
 @dataclass(frozen=True)
 class Shape:
     """Sizes of a decoder with a tied embedding, of an architecture that is Llama's but for biases on q, k and v (qwen2), or for QK-norms
-    and short convolutions in all layers but `attends` (lfm2)."""
+    and short convolutions in all layers but `attends` (lfm2), or for QK-norms and `experts` experts of width `ffn_dim`, `used` of them for
+    a token (qwen3moe)."""
 
     dim: int
     ffn_dim: int
@@ -43,6 +44,8 @@ class Shape:
     architecture: str = "llama"
     attends: tuple[int, ...] = ()
     taps: int = 3
+    experts: int = 0
+    used: int = 0
 
 
 SHAPES = {
@@ -55,6 +58,9 @@ SHAPES = {
     # Few KV heads, a wide ffn, a large vocabulary; llama-1.5b is the same without biases.
     "qwen2-1.5b": Shape(1536, 8960, 28, 12, 2, 128, 151936, 1e6, 32768, "qwen2"),
     "llama-1.5b": Shape(1536, 8960, 28, 12, 2, 128, 151936, 1e6, 32768),
+    "tiny-qwen3moe": Shape(256, 128, 6, 4, 2, 64, 512, 1e6, 512, "qwen3moe", 8, 2),
+    # A mixture that fits this size of machine: 1 billion weights, of which a token uses a sixth.
+    "qwen3-moe": Shape(1024, 384, 12, 16, 4, 64, 65536, 1e6, 32768, "qwen3moe", 64, 8),
     "smollm2-1.7b": Shape(2048, 8192, 24, 32, 32, 64, 49152, 1.3e5, 8192),
 }
 # Kinds of files, with llama.cpp's number for each (general.file_type), which other readers ask for.
@@ -128,8 +134,10 @@ def tensor_type(kind: str, layer: int, role: str, layers: int, columns: int) -> 
     """The type that llama.cpp gives a matrix in a file of this kind (llama-quant.cpp). A tied embedding is treated as the head it is."""
     if role == "token_embd":
         wanted = "q8_0" if kind == "q8_0" else "q6_k"
+    elif role == "ffn_gate_inp":
+        return "f32"
     elif kind == "q4_k_m":
-        wanted = "q6_k" if role in ("attn_v", "ffn_down") and more_bits(layer, layers) else "q4_k"
+        wanted = "q6_k" if role in ("attn_v", "ffn_down", "ffn_down_exps") and more_bits(layer, layers) else "q4_k"
     else:
         wanted = kind
     return SHORT_ROWS.get(wanted, wanted) if columns % 256 else wanted
@@ -139,7 +147,7 @@ def nbytes(size: tuple[int, ...], kind: str) -> int:
     if kind == "f32":
         return 4 * prod(size)
     weights, block_bytes, _ = BLOCKS[kind]
-    return size[0] * size[1] // weights * block_bytes
+    return prod(size) // weights * block_bytes
 
 
 def tensors(shape: Shape, kind: str) -> Iterator[tuple[str, tuple[int, ...], str]]:
@@ -147,7 +155,7 @@ def tensors(shape: Shape, kind: str) -> Iterator[tuple[str, tuple[int, ...], str
     yield "token_embd.weight", (shape.vocab, shape.dim), tensor_type(kind, 0, "token_embd", shape.layers, shape.dim)
     for layer in range(shape.layers):
         for role, size in roles(shape, layer):
-            t = "f32" if len(size) == 1 or role == "shortconv.conv" else tensor_type(kind, layer, role, shape.layers, size[1])
+            t = "f32" if len(size) == 1 or role == "shortconv.conv" else tensor_type(kind, layer, role, shape.layers, size[-1])
             yield f"blk.{layer}.{role}.weight", size, t
             if shape.architecture == "qwen2" and role in ("attn_q", "attn_k", "attn_v"):
                 yield f"blk.{layer}.{role}.bias", size[:1], "f32"
@@ -164,10 +172,18 @@ def roles(shape: Shape, layer: int) -> Iterator[tuple[str, tuple[int, ...]]]:
         yield "shortconv.out_proj", (dim, dim)
     else:
         yield from (("attn_q", (q, dim)), ("attn_k", (kv, dim)), ("attn_v", (kv, dim)), ("attn_output", (dim, q)))
-        if shape.architecture == "lfm2":
+        if shape.architecture in ("lfm2", "qwen3moe"):
             yield from (("attn_q_norm", (shape.head_dim,)), ("attn_k_norm", (shape.head_dim,)))
     yield "ffn_norm", (dim,)
-    yield from (("ffn_gate", (shape.ffn_dim, dim)), ("ffn_up", (shape.ffn_dim, dim)), ("ffn_down", (dim, shape.ffn_dim)))
+    yield from ffn(shape)
+
+
+def ffn(shape: Shape) -> tuple[tuple[str, tuple[int, ...]], ...]:
+    up, down = (shape.ffn_dim, shape.dim), (shape.dim, shape.ffn_dim)
+    if not shape.experts:
+        return ("ffn_gate", up), ("ffn_up", up), ("ffn_down", down)
+    e = shape.experts
+    return ("ffn_gate_inp", (e, shape.dim)), ("ffn_gate_exps", (e, *up)), ("ffn_up_exps", (e, *up)), ("ffn_down_exps", (e, *down))
 
 
 def byte_names() -> list[str]:
@@ -210,17 +226,21 @@ def write_model(path: Path, name: str, kind: str = "q4_0", seed: int = 1) -> int
     writer.add_rope_dimension_count(shape.head_dim)
     writer.add_rope_freq_base(shape.rope_theta)
     writer.add_layer_norm_rms_eps(1e-5)
+    if shape.experts:
+        writer.add_expert_count(shape.experts)
+        writer.add_expert_used_count(shape.used)
+        writer.add_expert_feed_forward_length(shape.ffn_dim)
     writer.add_vocab_size(shape.vocab)
     writer.add_file_type(KINDS[kind])
     writer.add_quantization_version(2)
-    add_vocabulary(writer, shape.vocab, "qwen2" if shape.architecture == "qwen2" else "smollm")
+    add_vocabulary(writer, shape.vocab, "qwen2" if shape.architecture.startswith("qwen") else "smollm")
 
     plan = list(tensors(shape, kind))
     for tensor, size, t in plan:
         if t == "f32":
             writer.add_tensor_info(tensor, size, np.dtype(np.float32), nbytes(size, t))
         else:
-            row = (size[0], nbytes(size, t) // size[0])
+            row = (*size[:-1], nbytes(size, t) // prod(size[:-1]))
             writer.add_tensor_info(tensor, row, np.dtype(np.uint8), nbytes(size, t), GGMLQuantizationType[t.upper()])
     try:
         writer.write_header_to_file()
@@ -231,14 +251,16 @@ def write_model(path: Path, name: str, kind: str = "q4_0", seed: int = 1) -> int
             writer.write_padding(file, file.tell())
             for tensor, size, t in plan:
                 stream = random_bytes(seed, tensor)
-                if t == "f32" and len(size) == 2:
+                if tensor.endswith("shortconv.conv.weight"):
                     (next(stream)[: prod(size)].astype("<f4") / 128 - 1).tofile(file)  # uniform in -1..1: three taps have norm one
+                elif t == "f32" and len(size) == 2:  # a router: values of 1/sqrt(columns) from bytes, whose deviation is 73.9
+                    ((next(stream)[: prod(size)].astype("<f4") - 127.5) / np.float32(73.9 * size[1] ** 0.5)).astype("<f4").tofile(file)
                 elif t == "f32":
                     least = -0.25 if tensor.endswith(".bias") else 0.75
                     (least + next(stream)[: size[0]].astype("<f4") / 512).tofile(file)
                 else:
                     # 1/sqrt(columns) keeps activations near one through any number of layers; the embedding's rows have norm one.
-                    for piece in blocks(t, stream, nbytes(size, t) // BLOCKS[t][1], size[1] ** -0.5):
+                    for piece in blocks(t, stream, nbytes(size, t) // BLOCKS[t][1], size[-1] ** -0.5):
                         piece.tofile(file)
                 writer.write_padding(file, nbytes(size, t))
         part.replace(path)

@@ -53,6 +53,10 @@ class Tiny:
     """More metadata, without the architecture; None takes a key away."""
     vectors: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
     """More tensors, with their values."""
+    experts: int = 0
+    used: int = 0
+    expert_dim: int = 0
+    shared_dim: int = 0
     seed: int = 0
 
     def tensors(self) -> dict[str, tuple[tuple[int, ...], str]]:
@@ -65,7 +69,7 @@ class Tiny:
             for role, shape in self.layer_matrices().items():
                 out[f"blk.{i}.{role}.weight"] = (shape, self._type(role))
                 if role in self._biased_roles():
-                    out[f"blk.{i}.{role}.bias"] = (shape[:1], "F32")
+                    out[f"blk.{i}.{role}.bias"] = (shape[:-1], "F32")
             for role, n in self.layer_norms().items():
                 out[f"blk.{i}.{role}.weight"] = ((n,), "F32")
         return out | {name: ((len(values),), "F32") for name, values in self.vectors.items()}
@@ -76,13 +80,21 @@ class Tiny:
         if self.architecture == "phi3":
             return {"attn_qkv": (q + 2 * kv, d), "attn_output": (d, q), "ffn_up": (2 * f, d), "ffn_down": (d, f)}
         attention = {"attn_q": (q, d), "attn_k": (kv, d), "attn_v": (kv, d), "attn_output": (d, q)}
-        return {**attention, "ffn_gate": (f, d), "ffn_up": (f, d), "ffn_down": (d, f)}
+        if not self.experts:
+            return {**attention, "ffn_gate": (f, d), "ffn_up": (f, d), "ffn_down": (d, f)}
+        e, f, s = self.experts, self.expert_dim or f, self.shared_dim
+        experts = {"ffn_gate_inp": (e, d), "ffn_gate_exps": (e, f, d), "ffn_up_exps": (e, f, d), "ffn_down_exps": (e, d, f)}
+        return {**attention, **experts} | ({"ffn_gate_shexp": (s, d), "ffn_up_shexp": (s, d), "ffn_down_shexp": (d, s)} if s else {})
 
     def layer_norms(self) -> dict[str, int]:
         """Lengths by role."""
         d = self.dim
         norms = {} if self.architecture == "olmo2" else {"attn_norm": d, "ffn_norm": d}
-        if self.architecture in ("gemma3", "qwen3"):
+        if self.architecture == "gpt-oss":
+            norms = {"attn_norm": d, "post_attention_norm": d, "attn_sinks": self.heads}
+        if self.shared_dim:
+            norms["ffn_gate_inp_shexp"] = d
+        if self.architecture in ("gemma3", "qwen3", "qwen3moe"):
             norms |= {"attn_q_norm": self.head_dim, "attn_k_norm": self.head_dim}
         if self.architecture == "olmo2":
             norms |= {"attn_q_norm": self.heads * self.head_dim, "attn_k_norm": self.kv_heads * self.head_dim}
@@ -105,6 +117,12 @@ class Tiny:
             "rope.freq_base": 10000.0 if self.architecture == "llama" else 1e6,
             "rope.dimension_count": self.head_dim,
         }
+        if self.experts:
+            keys |= {"expert_count": self.experts, "expert_used_count": self.used}
+            if self.expert_dim:
+                keys["expert_feed_forward_length"] = self.expert_dim
+            if self.shared_dim:
+                keys["expert_shared_feed_forward_length"] = self.shared_dim
         if self.window:
             keys["attention.sliding_window"] = self.window
         if self.rope_factor:
@@ -132,11 +150,16 @@ class Tiny:
         return path
 
     def _biased_roles(self) -> tuple[str, ...]:
-        if self.architecture == "qwen2":
+        if self.architecture in ("qwen2", "qwen2moe"):
             return ("attn_q", "attn_k", "attn_v")
-        return ("attn_q", "attn_k", "attn_v", "attn_output") if self.biased else ()
+        attention = ("attn_q", "attn_k", "attn_v", "attn_output")
+        if self.architecture == "gpt-oss":
+            return (*attention, "ffn_gate_inp", "ffn_gate_exps", "ffn_up_exps", "ffn_down_exps")
+        return attention if self.biased else ()
 
     def _type(self, role: str) -> str:
+        if role == "ffn_gate_inp":
+            return "F32"  # llama.cpp's quantiser leaves routers alone
         return self.types.get(role, self.types[""])
 
     def _write_tokenizer(self, writer: gguf.GGUFWriter) -> None:
@@ -377,14 +400,17 @@ def random_tensor(rng: np.random.Generator, name: str, shape: tuple[int, ...], t
     """Values of the size that training leaves: norms near 1, rows of matrices of unit length."""
     if name.endswith(".ssm_a"):
         return -rng.uniform(0.05, 4, shape).astype(np.float32)
-    if len(shape) == 1:
-        near = 0.0 if name.endswith(".bias") else 1.0
+    if len(shape) == 1 or name.endswith(".bias"):
+        near = 0.0 if name.endswith((".bias", "_shexp.weight")) else 1.0
         return (near + 0.2 * rng.standard_normal(shape)).astype(np.float32)
     deviation = 1.0 / math.sqrt(shape[-1])
+    if name.endswith("ffn_gate_inp.weight"):
+        deviation *= 2.0  # experts that differ for a row
     if name.endswith(("attn_q.weight", "attn_k.weight")):
         deviation *= 1.5  # attention that is far from uniform
     if type_name in FACTORS or type_name in ("MXFP4", "NVFP4"):
-        return random_blocks(rng, shape, type_name, deviation)
+        blocks = random_blocks(rng, (math.prod(shape[:-1]), shape[-1]), type_name, deviation)
+        return blocks.reshape(*shape[:-1], -1)
     return gguf.quants.quantize((deviation * rng.standard_normal(shape)).astype(np.float32), TYPES[type_name])
 
 
@@ -483,6 +509,21 @@ CASES: dict[str, Tiny] = {
         "gemma2", heads=2, kv_heads=1, head_dim=32, window=40, keys={"attn_logit_softcapping": 5.0, "final_logit_softcapping": 3.0}, seed=15
     ),
     "qwen2": Tiny("qwen2", dim=96, heads=6, kv_heads=2, types={"": "Q8_0", "attn_v": "Q4_1"}, vocab=304, seed=7),
+    "mixtral": Tiny(experts=5, used=2, types={"": "Q4_0", "ffn_down_exps": "Q8_0", "ffn_up_exps": "F16"}, vocab=306, seed=8),
+    "qwen2moe": Tiny("qwen2moe", heads=4, kv_heads=1, dim=96, experts=7, used=3, expert_dim=32, shared_dim=64, types={"": "Q5_1"}, seed=9),
+    "qwen3moe": Tiny("qwen3moe", layers=3, dim=64, experts=16, used=4, expert_dim=48, types={"": "Q8_0", "ffn_down_exps": "F32"}, seed=10),
+    "gpt-oss": Tiny(
+        "gpt-oss",
+        layers=4,
+        heads=6,
+        kv_heads=2,
+        window=24,
+        experts=6,
+        used=2,
+        expert_dim=64,
+        types={"": "Q8_0", "ffn_gate_exps": "MXFP4", "ffn_up_exps": "MXFP4", "ffn_down_exps": "MXFP4"},
+        seed=11,
+    ),
     "gemma3": Tiny("gemma3", layers=6, heads=2, kv_heads=1, head_dim=32, window=24, types=MIXED, seed=5),
     "deepseek2": TinyLatent(heads=6, q_rank=64, dim=96, types={"": "Q8_0", "attn_k_b": "Q4_0", "attn_v_b": "Q5_1"}, seed=8),
     "deepseek2-lite": TinyLatent(

@@ -191,16 +191,19 @@ void bind_program(nb::module_& m) {
     nb::class_<Program>(m, "Program")
         .def(
             "__init__",
-            [](Program* self, const std::vector<std::pair<int64_t, int>>& buffers, const std::vector<OpTuple>& ops) {
+            [](Program* self, const std::vector<std::pair<int64_t, int>>& buffers, const std::vector<OpTuple>& ops, int32_t slots) {
                 std::vector<Buffer> b;
-                for (const auto& [width, kind] : buffers)
-                    b.push_back({width, kind != 0});
+                for (const auto& [width, kind] : buffers) {
+                    if (kind < 0 || kind > 3)
+                        throw std::invalid_argument("a buffer has kind 0 to 3");
+                    b.push_back({width, kind % 2 != 0, kind >= 2});
+                }
                 std::vector<Op> o;
                 for (const auto& [kind, in, out, weights, ints, floats] : ops)
                     o.push_back({static_cast<OpKind>(kind), in, out, weights, ints, floats});
-                new (self) Program(std::move(b), std::move(o));
+                new (self) Program(std::move(b), std::move(o), slots);
             },
-            "buffers"_a, "ops"_a);
+            "buffers"_a, "ops"_a, "slots"_a = 1);
     nb::class_<Model>(m, "Model")
         .def(nb::init<int64_t, int64_t>(), "dim"_a, "vocab"_a)
         .def("add_rope", &Model::add_rope, "table"_a)
@@ -260,6 +263,9 @@ void bind_step(nb::module_& m) {
             d["head_macs"] = c.head_macs;
             d["head_rows"] = c.head_rows;
             d["kv_bytes_written"] = c.kv_bytes_written;
+            d["expert_rows"] = c.expert_rows;
+            d["experts_touched"] = c.experts_touched;
+            d["expert_bytes_touched"] = c.expert_bytes_touched;
             return d;
         });
 

@@ -1,4 +1,4 @@
-// NUMERICS 10: gated activations, and the plain row operations.
+// NUMERICS 10: gated activations, and the plain row operations; NUMERICS 18: how the rows of experts are combined.
 #pragma once
 #include "functions.h"
 
@@ -17,6 +17,42 @@ template <class V> static void geglu_tanh(const float* gate, const float* up, fl
 template <class V> static void sigmoid_gate(const float* gate, const float* up, float* y, int64_t n) {
     using F = typename V::F;
     map<V>(gate, up, y, n, [](F g, F u) { return V::mul(sigmoid<V>(g), u); });
+}
+
+template <class V> static void swiglu_clamped(const float* gate, const float* up, float* y, int64_t n, float alpha, float limit) {
+    using F = typename V::F;
+    const F slope = V::set(alpha), high = V::set(limit), low = V::set(-limit), one = V::set(1.0f);
+    map<V>(gate, up, y, n, [=](F g, F u) {
+        g = V::min(g, high);
+        u = V::min(V::max(u, low), high);
+        return V::mul(V::div(g, V::add(one, exponential<V>(V::neg(V::mul(slope, g))))), V::add(u, one));
+    });
+}
+
+template <class V> static float dot16(const float* x, const float* w, int64_t n) {
+    auto lanes = V::zero();
+    int64_t i = 0;
+    for (; i + kLanes <= n; i += kLanes)
+        lanes = V::fma(V::load(x + i), V::load(w + i), lanes);
+    if (i < n)
+        lanes = V::fma(V::load_part(x + i, n - i, 0.0f), V::load_part(w + i, n - i, 0.0f), lanes);
+    return V::sum(lanes);
+}
+
+template <class V> static void combine(const float* const* row, const float* weight, int64_t count, float* y, int64_t n, bool accumulate) {
+    int64_t i = 0;
+    for (; i + kLanes <= n; i += kLanes) {
+        auto sum = V::zero();
+        for (int64_t j = 0; j < count; ++j)
+            sum = V::fma(V::set(weight[j]), V::load(row[j] + i), sum);
+        V::store(y + i, accumulate ? V::add(V::load(y + i), sum) : sum);
+    }
+    if (i < n) {
+        auto sum = V::zero();
+        for (int64_t j = 0; j < count; ++j)
+            sum = V::fma(V::set(weight[j]), V::load_part(row[j] + i, n - i, 0.0f), sum);
+        V::store_part(y + i, n - i, accumulate ? V::add(V::load_part(y + i, n - i, 0.0f), sum) : sum);
+    }
 }
 
 template <class V> static void add_row(float* y, const float* x, int64_t n) {

@@ -258,7 +258,23 @@ template <class V, int T, class Value = uint16_t> struct AttendTile {
                 q[d * T + t] = args.q[t][d] * args.scale;
     }
 
-    QUAFF_INLINE void finish(const AttendArgs& args) const {
+    // A sink takes its part of the probabilities and has no value.
+    QUAFF_INLINE void merge_sinks(const float* sinks) {
+        alignas(64) float sink[kLanes] = {};
+        for (int t = 0; t < T; ++t)
+            sink[t] = sinks[t];
+        const F old_m = V::load(m), new_m = V::load(sink), top = V::max(old_m, new_m);
+        const F fa = probability<V>(V::sub(old_m, top));
+        V::store(a, fa);
+        V::store(l, V::fma(V::load(l), fa, probability<V>(V::sub(new_m, top))));
+        for (int t = 0; t < T; ++t)
+            for (int d = 0; d < dim; d += kLanes)
+                V::store(o + t * dim + d, V::mul(V::load(o + t * dim + d), V::set(a[t])));
+    }
+
+    QUAFF_INLINE void finish(const AttendArgs& args) {
+        if (args.sink)
+            merge_sinks(args.sink);
         for (int t = 0; t < T; ++t) {
             const auto inverse = V::set(1.0f / l[t]);
             for (int d = 0; d < value_dim; d += kLanes)

@@ -153,6 +153,7 @@ struct AttendArgs {
     int32_t window;               // 0: none. Visible: j <= i and, with a window, j > i - window
     float scale;                  // q is multiplied by it once
     float cap;                    // 0: none. cap * tanh(s * (1/cap))
+    const float* sink;            // [count] scores of what no position holds, merged last, or null
     float* scratch;               // attend_scratch_floats(dim, value_dim) floats, 64-byte aligned
 };
 
@@ -194,10 +195,15 @@ struct KernelTable {
     float (*unit_norm)(float* x, float eps, float scale, int64_t n);     // x * (1/sqrt(S + eps)) * scale in place; returns S
     void (*decay)(float* x, const float* a, const float* dt, int64_t n); // x = E(a * softplus(x + dt)) in place
     void (*delta)(const DeltaArgs*, int64_t column, int64_t end);        // columns in whole 16s
-    void (*add)(float* y, const float* x, int64_t n);                    // y = y + x
-    void (*add_scaled)(float* y, const float* x, float s, int64_t n);    // y = y + x * s, rounded once
-    void (*scale)(float* y, float s, int64_t n);                         // y = y * s
-    void (*soft_cap)(float* y, float cap, int64_t n);                    // y = cap * tanh(y * (1/cap))
+    // silu with slope alpha of the gate, clamped from above, times 1 + up, clamped from both sides: NUMERICS 10.
+    void (*swiglu_clamped)(const float* gate, const float* up, float* y, int64_t n, float alpha, float limit);
+    void (*add)(float* y, const float* x, int64_t n);                 // y = y + x
+    void (*add_scaled)(float* y, const float* x, float s, int64_t n); // y = y + x * s, rounded once
+    void (*scale)(float* y, float s, int64_t n);                      // y = y * s
+    void (*soft_cap)(float* y, float cap, int64_t n);                 // y = cap * tanh(y * (1/cap))
+    float (*dot16)(const float* x, const float* w, int64_t n);        // width-16 fold of fma(x, w, lane)
+    // One row of a mixture: y, or y = y + it, with it = fma(weight[j], row[j], it) from +0 over j ascending.
+    void (*combine)(const float* const* row, const float* weight, int64_t count, float* y, int64_t n, bool accumulate);
     // Clamp to +-65504, round to f16, store position `slot` of a page of one head: k -> kpage[d*64+slot], v -> vpage[slot*value_dim+d].
     void (*kv_write)(const float* k, const float* v, uint16_t* kpage, uint16_t* vpage, int64_t dim, int64_t value_dim, int64_t slot);
     void (*attend)(const AttendArgs*);

@@ -17,10 +17,11 @@ struct Arity {
 };
 constexpr Arity kArity[] = {
     {"embed", 0, 1, 1, 0, 1},       {"rms_norm", 1, 2, 1, 1, 1}, {"quantize", 1, 1, 0, 0, 0}, {"linear", 2, -1, -1, 2, 0},
-    {"rope", 1, 1, 0, 4, 0},        {"kv_write", 2, 0, 0, 5, 0}, {"attend", 1, 1, 0, 7, 2},   {"glu", 2, 2, 0, 1, 0},
+    {"rope", 1, 1, 0, 4, 0},        {"kv_write", 2, 0, 0, 5, 0}, {"attend", 1, 1, 1, 7, 2},   {"glu", 2, 2, 0, 1, -1},
     {"add", 1, 1, 0, 0, 1},         {"conv", 1, 2, 2, 5, 0},     {"split", 1, -1, 0, -1, 0},  {"unit_norm", 1, 1, 0, 2, 2},
     {"delta_gates", 2, 2, 2, 0, 0}, {"delta", 5, 1, 0, 7, 0},    {"scale", 1, 1, 0, 0, 2},    {"concat", 2, 1, 0, 1, 0},
-    {"head_linear", 2, 1, 2, 3, 0},
+    {"head_linear", 2, 1, 2, 3, 0}, {"route", 1, 1, 1, 7, 1},    {"gather", 2, 1, 0, 0, 0},   {"expert_linear", 3, -1, -1, 2, 0},
+    {"combine", 2, 1, 0, 1, 0},     {"gate", 2, 1, 1, 0, 0},
 };
 static_assert(std::size(kArity) == static_cast<size_t>(OpKind::kCount));
 
@@ -54,8 +55,8 @@ public:
             results(out, in[0] == kResidual ? -1 : width(in[0]));
             break;
         case OpKind::kQuantize:
-            scratch(in[0], false);
-            scratch(out[0], true);
+            scratch(in[0], false, by_slots(in[0]));
+            scratch(out[0], true, by_slots(in[0]));
             need(width(in[0]) == width(out[0]), "input and output differ in width");
             break;
         case OpKind::kLinear:
@@ -96,11 +97,12 @@ public:
             need(width(in[0]) == int64_t{ints[2]} * ints[4] && width(out[0]) == int64_t{ints[2]} * ints[6], "heads and width disagree");
             break;
         case OpKind::kGlu:
-            scratch(in[0], false);
-            scratch(in[1], false);
+            scratch(in[0], false, by_slots(in[0]));
+            scratch(in[1], false, by_slots(in[0]));
             need(width(in[0]) == width(in[1]), "gate and up differ in width");
-            need(ints[0] >= 0 && ints[0] <= 2, "unknown activation");
-            results(out, width(in[0]));
+            need(ints[0] >= 0 && ints[0] <= 3, "unknown activation");
+            need(op_.floats.size() == (ints[0] == 3 ? 2 : 0), "has floats that its activation does not take");
+            results(out, width(in[0]), by_slots(in[0]));
             break;
         case OpKind::kAdd:
             scratch(in[0], false);
@@ -177,6 +179,50 @@ public:
                     need(of_head(in[i], ints[2]) % (i == 0 ? kQuantGroup : 1) == 0, "needs int8 heads of a multiple of 32");
                 }
             break;
+        case OpKind::kRoute:
+            scratch(in[0], false);
+            scratch(out[0], false);
+            need(ints[0] >= 1 && ints[1] >= 1 && ints[1] <= ints[0] && ints[1] == program_.slots, "experts used disagree");
+            need(width(in[0]) == ints[0] && width(out[0]) == 2 * int64_t{ints[1]}, "experts and width disagree");
+            need(ints[2] >= 0 && ints[2] <= 2, "unknown scoring");
+            need(ints[4] >= 1 && ints[0] % ints[4] == 0 && ints[5] >= 1 && ints[5] <= ints[4] && ints[6] >= 1 &&
+                     ints[6] <= ints[0] / ints[4] && int64_t{ints[1]} <= int64_t{ints[5]} * (ints[0] / ints[4]),
+                 "groups disagree with experts");
+            need(std::none_of(program_.ops.begin(), program_.ops.begin() + static_cast<std::ptrdiff_t>(index_),
+                              [](const Op& op) { return op.kind == OpKind::kRoute; }),
+                 "happens once in a program");
+            break;
+        case OpKind::kGather:
+            routing(in[1]);
+            scratch(in[0], quantized(out[0]));
+            scratch(out[0], quantized(out[0]), true);
+            need(width(in[0]) == width(out[0]), "input and output differ in width");
+            break;
+        case OpKind::kExpertLinear:
+            need(ints[0] >= 1 && op_.outputs.size() == static_cast<size_t>(ints[0]) && op_.weights.size() == 2 * op_.outputs.size(),
+                 "n outputs need n weights and n biases");
+            need(in[0] != kNone || in[1] != kNone, "has no input");
+            routing(in[2]);
+            for (int i = 0; i < 2; ++i)
+                if (in[static_cast<size_t>(i)] != kNone)
+                    scratch(in[static_cast<size_t>(i)], i == 0, true);
+            for (int32_t o : out)
+                scratch(o, false, true);
+            break;
+        case OpKind::kCombine:
+            scratch(in[0], false, true);
+            routing(in[1]);
+            if (ints[0])
+                need(out[0] == kResidual, "accumulates into the residual only");
+            else
+                scratch(out[0], false);
+            need(out[0] == kResidual || width(in[0]) == width(out[0]), "input and output differ in width");
+            break;
+        case OpKind::kGate:
+            scratch(in[0], false);
+            scratch(in[1], false);
+            need(in[0] == out[0], "works in place");
+            break;
         case OpKind::kCount:
             break;
         }
@@ -188,10 +234,20 @@ private:
             refuse(index_, std::string(kArity[static_cast<int32_t>(op_.kind)].name) + " " + what);
     }
     int64_t width(int32_t id) const { return program_.buffer(id).width; }
-    void scratch(int32_t id, bool quantized) const {
-        need(id >= kFirstScratch && static_cast<size_t>(id - kFirstScratch) < program_.buffers.size(),
-             "names a buffer that does not exist");
+    bool exists(int32_t id) const { return id >= kFirstScratch && static_cast<size_t>(id - kFirstScratch) < program_.buffers.size(); }
+    bool by_slots(int32_t id) const { return exists(id) && program_.buffer(id).by_slots; }
+    bool quantized(int32_t id) const { return exists(id) && program_.buffer(id).quantized; }
+    void scratch(int32_t id, bool quantized, bool by_slots = false) const {
+        need(exists(id), "names a buffer that does not exist");
         need(program_.buffer(id).quantized == quantized, quantized ? "needs an int8 buffer here" : "needs an f32 buffer here");
+        need(program_.buffer(id).by_slots == by_slots, by_slots ? "needs a buffer by slots here" : "needs a buffer by rows here");
+    }
+    // Slots are those of the last route: the buffer must be what it wrote.
+    void routing(int32_t id) const {
+        scratch(id, false);
+        need(std::any_of(program_.ops.begin(), program_.ops.begin() + static_cast<std::ptrdiff_t>(index_),
+                         [id](const Op& op) { return op.kind == OpKind::kRoute && op.outputs[0] == id; }),
+             "comes before its route");
     }
     void head_dim(int32_t n) const { need(n >= 16 && n <= kMaxHeadDim && n % 16 == 0, "head size must be 16 to 1024, a multiple of 16"); }
     int64_t of_head(int32_t id, int32_t heads) const {
@@ -203,12 +259,12 @@ private:
             scratch(id, false);
     }
     // The f32 result and its quantised form; one of them at least.
-    void results(const std::vector<int32_t>& out, int64_t want) const {
+    void results(const std::vector<int32_t>& out, int64_t want, bool by_slots = false) const {
         need(out[0] != kNone || out[1] != kNone, "has no output");
         for (int i = 0; i < 2; ++i) {
             if (out[static_cast<size_t>(i)] == kNone)
                 continue;
-            scratch(out[static_cast<size_t>(i)], i == 1);
+            scratch(out[static_cast<size_t>(i)], i == 1, by_slots);
             need(want < 0 || width(out[static_cast<size_t>(i)]) == want, "input and output differ in width");
         }
     }
@@ -220,7 +276,9 @@ private:
 
 } // namespace
 
-Program::Program(std::vector<Buffer> b, std::vector<Op> o) : buffers(std::move(b)), ops(std::move(o)) {
+Program::Program(std::vector<Buffer> b, std::vector<Op> o, int32_t s) : buffers(std::move(b)), ops(std::move(o)), slots(s) {
+    if (slots < 1 || slots > kMaxSlots)
+        throw std::invalid_argument("a row has 1 to " + std::to_string(kMaxSlots) + " slots, not " + std::to_string(slots));
     for (const Buffer& x : buffers)
         if (x.width < 1 || x.width > (int64_t{1} << 31) || (x.quantized && x.width % kQuantGroup))
             throw std::invalid_argument("a buffer of width " + std::to_string(x.width) +
@@ -335,6 +393,46 @@ int32_t Model::add_stage(std::shared_ptr<const Program> program, std::vector<std
                 vector(i, op.weights[1], heads * rows);
             break;
         }
+        case OpKind::kAttend:
+            if (op.weights[0] != kNone)
+                vector(i, op.weights[0], op.ints[2]);
+            break;
+        case OpKind::kRoute:
+            if (op.weights[0] != kNone)
+                vector(i, op.weights[0], op.ints[0]);
+            break;
+        case OpKind::kExpertLinear: {
+            const size_t n = op.outputs.size();
+            const int64_t experts = op.ints[1], cols = width(op.inputs[0] != kNone ? op.inputs[0] : op.inputs[1]);
+            if (op.inputs[0] != kNone && op.inputs[1] != kNone && width(op.inputs[0]) != width(op.inputs[1]))
+                refuse(i, "inputs of experts differ in width");
+            const auto route = std::find_if(p.ops.begin(), p.ops.end(), [](const Op& o) { return o.kind == OpKind::kRoute; });
+            if (route == p.ops.end() || route->ints[0] != experts)
+                refuse(i, "experts disagree with the route");
+            for (size_t j = 0; j < n; ++j) {
+                if (op.weights[j] == kNone)
+                    refuse(i, "a weight is missing");
+                const ModelWeight& w = *weights[static_cast<size_t>(op.weights[j])];
+                const int64_t rows = width(op.outputs[j]);
+                if (static_cast<int64_t>(w.experts.size()) != experts || w.shape().rows != rows || w.shape().cols != cols)
+                    refuse(i, "weight slot " + std::to_string(op.weights[j]) + " is not " + std::to_string(experts) + " matrices of " +
+                                  std::to_string(rows) + " x " + std::to_string(cols));
+                if (op.inputs[1] == kNone && w.shape().scales == Scales::kNone)
+                    refuse(i, "float weights need the f32 input");
+                if (op.weights[n + j] != kNone)
+                    vector(i, op.weights[n + j], experts * rows);
+            }
+            break;
+        }
+        case OpKind::kCombine:
+            if (op.outputs[0] == kResidual && width(op.inputs[0]) != dim)
+                refuse(i, "combine input is not as wide as the residual");
+            break;
+        case OpKind::kGate:
+            if (op.weights[0] == kNone)
+                refuse(i, "a weight is missing");
+            vector(i, op.weights[0], width(op.inputs[1]));
+            break;
         default:
             break;
         }

@@ -29,12 +29,18 @@ enum class OpKind : int32_t {
     kScale,
     kConcat,
     kHeadLinear,
+    kRoute,
+    kGather,
+    kExpertLinear,
+    kCombine,
+    kGate,
     kCount
 };
 
 // What a convolution does with its sum: C * sum, its input being [B | C | x] and B*x what it sums; or silu(sum).
 enum class ConvForm : int32_t { kGated = 0, kSilu };
 
+inline constexpr int32_t kMaxSlots = 256; // experts of one row
 inline constexpr int32_t kResidual = 0, kLogits = 1, kFirstScratch = 2, kNone = -1;
 
 inline constexpr int32_t kMaxTaps = 16;
@@ -48,15 +54,17 @@ struct Op {
 struct Buffer {
     int64_t width;
     bool quantized; // int8 rows with scales and sums instead of f32
+    bool by_slots;  // as many rows for every row of the cell as it has chosen experts
 };
 
 // Checked when built: buffer ids, kinds, counts and widths fit together. All throw std::invalid_argument.
 struct Program {
-    Program(std::vector<Buffer> buffers, std::vector<Op> ops);
+    Program(std::vector<Buffer> buffers, std::vector<Op> ops, int32_t slots = 1);
     const Buffer& buffer(int32_t id) const { return buffers[static_cast<size_t>(id - kFirstScratch)]; }
 
     std::vector<Buffer> buffers; // ids kFirstScratch and up
     std::vector<Op> ops;
+    int32_t slots; // experts that a row of the cell chooses
     int32_t weight_slots = 0;
 };
 

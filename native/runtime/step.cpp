@@ -209,7 +209,7 @@ void StepRun::reserve() {
     for (const Stage& stage : model_.stages) {
         size_t sum = 0;
         for (const Buffer& b : stage.program->buffers)
-            sum += buffer_bytes(b, capacity_);
+            sum += buffer_bytes(b, capacity(*stage.program, b));
         buffers = std::max(buffers, sum);
         for (const Op& op : stage.program->ops) {
             if (op.kind == OpKind::kLinear)
@@ -217,6 +217,11 @@ void StepRun::reserve() {
                     scratch = std::max(scratch, linear_scratch_bytes(weight(stage, op.weights[j]).matrix.w));
             if (op.kind == OpKind::kHeadLinear)
                 scratch = std::max(scratch, linear_scratch_bytes(weight(stage, op.weights[0]).shape()));
+            if (op.kind == OpKind::kExpertLinear)
+                for (size_t j = 0; j < op.outputs.size(); ++j)
+                    scratch = std::max(scratch, linear_scratch_bytes(weight(stage, op.weights[j]).shape()));
+            if (op.kind == OpKind::kRoute)
+                scratch = std::max(scratch, static_cast<size_t>(op.ints[0]) * kRouteWords * 4);
             if (op.kind == OpKind::kAttend)
                 scratch = std::max(scratch, attend_scratch_floats(op.ints[4], op.ints[6], k_.attend_tile) * 4);
             if (op.kind == OpKind::kRmsNorm || op.kind == OpKind::kGlu || op.kind == OpKind::kConv) {
@@ -238,8 +243,9 @@ void StepRun::run_stage(size_t index) {
     for (const Buffer& b : stage.program->buffers) {
         float* f = nullptr;
         QuantRows q{};
+        const int64_t rows = capacity(*stage.program, b);
         if (b.quantized) {
-            const auto n = static_cast<size_t>(capacity_), s = static_cast<size_t>(s_stride(b.width));
+            const auto n = static_cast<size_t>(rows), s = static_cast<size_t>(s_stride(b.width));
             uint8_t* p = at;
             q.q = reinterpret_cast<int8_t*>(p);
             p += aligned(n * static_cast<size_t>(q_stride(b.width)));
@@ -255,7 +261,7 @@ void StepRun::run_stage(size_t index) {
         }
         floats_.push_back(f);
         ints_.push_back(q);
-        at += buffer_bytes(b, capacity_);
+        at += buffer_bytes(b, rows);
     }
     program_ = stage.program.get();
     const bool tail = index > model_.last_mixer;
@@ -280,7 +286,7 @@ void StepRun::run_op(const Stage& stage, const Op& op, bool tail) {
     case OpKind::kRmsNorm:
         return rms_norm(stage, op);
     case OpKind::kQuantize:
-        return each_row([&](int64_t i, int) { quantize(buffer_row(op.inputs[0], i), op.outputs[0], i); });
+        return each_of(op.inputs[0], [&](int64_t i, int) { quantize(buffer_row(op.inputs[0], i), op.outputs[0], i); });
     case OpKind::kLinear:
         return linear(stage, op, tail);
     case OpKind::kRope:
@@ -288,7 +294,7 @@ void StepRun::run_op(const Stage& stage, const Op& op, bool tail) {
     case OpKind::kKvWrite:
         return kv_write(op);
     case OpKind::kAttend:
-        return attend(op);
+        return attend(stage, op);
     case OpKind::kGlu:
         return glu(op);
     case OpKind::kAdd:
@@ -309,6 +315,16 @@ void StepRun::run_op(const Stage& stage, const Op& op, bool tail) {
         return concat(op);
     case OpKind::kHeadLinear:
         return head_linear(stage, op, tail);
+    case OpKind::kRoute:
+        return route(stage, op);
+    case OpKind::kGather:
+        return gather(op);
+    case OpKind::kExpertLinear:
+        return expert_linear(stage, op, tail);
+    case OpKind::kCombine:
+        return combine(op);
+    case OpKind::kGate:
+        return gate(stage, op);
     case OpKind::kCount:
         break;
     }
@@ -359,9 +375,13 @@ void StepRun::rope(const Op& op) {
 void StepRun::glu(const Op& op) {
     const int64_t n = program_->buffer(op.inputs[0]).width;
     const auto act = op.ints[0] == 0 ? k_.swiglu : op.ints[0] == 1 ? k_.geglu_tanh : k_.sigmoid_gate;
-    each_row([&](int64_t i, int worker) {
+    each_of(op.inputs[0], [&](int64_t i, int worker) {
         float* y = result_row(op, i, worker);
-        act(buffer_row(op.inputs[0], i), buffer_row(op.inputs[1], i), y, n);
+        const float *gate = buffer_row(op.inputs[0], i), *up = buffer_row(op.inputs[1], i);
+        if (op.ints[0] == 3)
+            k_.swiglu_clamped(gate, up, y, n, op.floats[0], op.floats[1]);
+        else
+            act(gate, up, y, n);
         if (op.outputs[1] != kNone)
             quantize(y, op.outputs[1], i);
     });

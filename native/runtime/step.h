@@ -17,7 +17,8 @@ struct Control {
 
 struct Counters { // batch.Counters says what each one counts; head_... are all stages after the last mixer
     int64_t weight_bytes_touched = 0, embedding_bytes_touched = 0, head_bytes_touched = 0, launches = 0, macs = 0, attention_macs = 0,
-            state_macs = 0, head_macs = 0, head_rows = 0, kv_bytes_written = 0;
+            state_macs = 0, head_macs = 0, head_rows = 0, kv_bytes_written = 0, expert_rows = 0, experts_touched = 0,
+            expert_bytes_touched = 0;
 };
 
 struct StepInput {

@@ -44,18 +44,22 @@ void StepRun::kv_write(const Op& op) {
 }
 
 template <typename Kernel>
-void StepRun::attend_each(const Op& op, const std::vector<AttendWork>& works, const std::vector<int64_t>& bounds, Kernel&& kernel) {
+void StepRun::attend_each(const Stage& stage, const Op& op, const std::vector<AttendWork>& works, const std::vector<int64_t>& bounds,
+                          Kernel&& kernel) {
     const PagePool& pool = *pools_[static_cast<size_t>(op.ints[0])];
     const int64_t kv_heads = op.ints[3], dim = op.ints[4], value_dim = op.ints[6], group = op.ints[2] / kv_heads;
+    const float* sinks = op.weights[0] == kNone ? nullptr : weight(stage, op.weights[0]).vector.data();
     const auto one = [&](int64_t u, int worker) {
         const AttendWork& w = works[static_cast<size_t>(u)];
         constexpr int kMaxTile = 64;
+        float sink[kMaxTile];
         const float* q[kMaxTile];
         float* out[kMaxTile];
         int32_t position[kMaxTile];
         AttendArgs a{};
         for (int64_t v = w.tile * k_.attend_tile; v < std::min((w.tile + 1) * k_.attend_tile, w.rows * group); ++v, ++a.count) {
             const int64_t i = w.begin + v / group, head = w.head * group + v % group;
+            sink[a.count] = sinks ? sinks[head] : 0.0f;
             q[a.count] = buffer_row(op.inputs[0], i) + head * dim;
             out[a.count] = buffer_row(op.outputs[0], i) + head * value_dim;
             position[a.count] = position_of(i);
@@ -70,13 +74,14 @@ void StepRun::attend_each(const Op& op, const std::vector<AttendWork>& works, co
         a.window = op.ints[5];
         a.scale = op.floats[0];
         a.cap = op.floats[1];
+        a.sink = sinks ? sink : nullptr;
         a.scratch = reinterpret_cast<float*>(worker_scratch(worker));
         kernel(a, w);
     };
     run_owned(bounds, static_cast<int64_t>(works.size()), one);
 }
 
-void StepRun::attend(const Op& op) {
+void StepRun::attend(const Stage& stage, const Op& op) {
     const int64_t heads = op.ints[2], kv_heads = op.ints[3], window = op.ints[5], group = heads / kv_heads;
     const int64_t macs = heads * (op.ints[4] + op.ints[6]); // of one row and one position it sees
     const auto seen_from = [&](int64_t position) { return window ? std::max<int64_t>(0, position - window + 1) : 0; };
@@ -101,15 +106,15 @@ void StepRun::attend(const Op& op) {
                         tiles.push_back({run.begin, run.rows, head, tile, run.first_page, run.past_page, nullptr});
     const auto n = static_cast<int64_t>(tiles.size());
     if (pools_[static_cast<size_t>(op.ints[0])]->words() == 2)
-        attend_each(op, tiles, bounds, [&](const AttendArgs& a, const AttendWork&) { k_.attend_f32(&a); });
+        attend_each(stage, op, tiles, bounds, [&](const AttendArgs& a, const AttendWork&) { k_.attend_f32(&a); });
     else if (rt_.threads() == 1 || n >= kFewTiles * rt_.threads() || pages < 2 * kPagesPerUnit)
-        attend_each(op, tiles, bounds, [&](const AttendArgs& a, const AttendWork&) { k_.attend(&a); });
+        attend_each(stage, op, tiles, bounds, [&](const AttendArgs& a, const AttendWork&) { k_.attend(&a); });
     else
-        attend_shared(op, tiles, pages);
+        attend_shared(stage, op, tiles, pages);
 }
 
 // Few tiles over many pages, as in decode: workers share the pages of a tile, then merge what they found in order.
-void StepRun::attend_shared(const Op& op, std::vector<AttendWork>& tiles, int64_t pages) {
+void StepRun::attend_shared(const Stage& stage, const Op& op, std::vector<AttendWork>& tiles, int64_t pages) {
     ++rt_.shared_;
     const int64_t stride = 2 * kLanes + k_.attend_tile * op.ints[6];
     auto* part = reinterpret_cast<float*>(rt_.parts_.reserve(static_cast<size_t>(pages * stride) * 4));
@@ -122,9 +127,9 @@ void StepRun::attend_shared(const Op& op, std::vector<AttendWork>& tiles, int64_
             part += (past - first) * stride;
         }
     }
-    attend_each(op, works, {0},
+    attend_each(stage, op, works, {0},
                 [&](const AttendArgs& a, const AttendWork& w) { k_.attend_parts(&a, w.first_page, w.past_page, w.part, stride); });
-    attend_each(op, tiles, {0},
+    attend_each(stage, op, tiles, {0},
                 [&](const AttendArgs& a, const AttendWork& w) { k_.attend_merge(&a, w.first_page, w.past_page, w.part, stride); });
 }
 

@@ -7,20 +7,8 @@ namespace quaff {
 
 namespace {
 
-// Bytes of weights a worker claims at once when a cell has few rows: claiming costs about 50 ns, reading this much about 2 us.
-constexpr int64_t kBytesPerClaim = 64 << 10;
-constexpr int64_t kFewRows = 4, kFewRowsPanels = 4;
 // The height of a tile in panels, and so the least that a worker claims of a layer with many rows.
 constexpr int64_t kLeastPanels = 2;
-
-QuantRows rows_from(const QuantRows& q, int64_t row) {
-    return {q.q + row * q.q_stride,
-            q.scale + row * q.s_stride,
-            q.sum32 + row * q.s_stride,
-            q.sum16 + row * 2 * q.s_stride,
-            q.q_stride,
-            q.s_stride};
-}
 
 // The same rows from column `at` on, a multiple of 32.
 QuantRows columns_from(const QuantRows& q, int64_t at) {

@@ -1,5 +1,5 @@
-// How the executor runs one step: the checked input, the memory of its buffers and the ops of its cells. Linear and attention ops have files of
-// their own, step_linear.cpp, step_attend.cpp and step_state.cpp.
+// How the executor runs one step: the checked input, the memory of its buffers and the ops of its cells. Linear, attention and recurrent ops and
+// experts have files of their own, step_linear.cpp, step_attend.cpp, step_state.cpp and step_experts.cpp.
 #pragma once
 #include "dispatch.h"
 #include "step.h"
@@ -9,9 +9,24 @@
 namespace quaff {
 
 constexpr size_t kAlign = 64;
+inline size_t aligned(size_t bytes) { return (bytes + kAlign - 1) / kAlign * kAlign; }
+
 // Few enough that a small cell still feeds every worker, many enough that claiming costs nothing.
 constexpr int64_t kRowsPerUnit = 4;
-inline size_t aligned(size_t bytes) { return (bytes + kAlign - 1) / kAlign * kAlign; }
+// Bytes of weights a worker claims at once when a cell has few rows: claiming costs about 50 ns, reading this much about 2 us.
+constexpr int64_t kBytesPerClaim = 64 << 10;
+constexpr int64_t kFewRows = 4, kFewRowsPanels = 4;
+// Words of scratch for each expert while a row is routed: its score, its key, its mark, and what its group is worth.
+constexpr size_t kRouteWords = 4;
+
+inline QuantRows rows_from(const QuantRows& q, int64_t row) {
+    return {q.q + row * q.q_stride,
+            q.scale + row * q.s_stride,
+            q.sum32 + row * q.s_stride,
+            q.sum16 + row * 2 * q.s_stride,
+            q.q_stride,
+            q.s_stride};
+}
 
 class StepRun {
 public:
@@ -36,6 +51,8 @@ private:
     void run_stage(size_t index);
     void run_op(const Stage& stage, const Op& op, bool tail);
 
+    // Rows of a buffer in the largest cell of the step.
+    int64_t capacity(const Program& program, const Buffer& b) const { return b.by_slots ? capacity_ * program.slots : capacity_; }
     // First rows of the blocks that workers own, and the end: one block each when the cell has rows enough, else one for all.
     std::vector<int64_t> row_blocks() const;
     // Units by owner, where every worker has a block of rows; else dealt out evenly.
@@ -47,15 +64,24 @@ private:
     }
     // f(cell row, worker) for every row of the cell.
     template <typename F> void each_row(F&& f) {
-        const int64_t n = cell_size(), units = (n + kRowsPerUnit - 1) / kRowsPerUnit;
+        const int64_t n = cell_size();
         std::vector<int64_t> bounds;
         for (int64_t row : row_blocks())
             bounds.push_back((row + kRowsPerUnit - 1) / kRowsPerUnit);
-        const auto one = [&](int64_t u, int worker) {
+        run_owned(bounds, (n + kRowsPerUnit - 1) / kRowsPerUnit, in_units(n, f));
+    }
+    // f(i, worker) for every row of a buffer: those of the cell, or its slots.
+    template <typename F> void each_of(int32_t buffer, F&& f) {
+        if (!program_->buffer(buffer).by_slots)
+            return each_row(f);
+        const int64_t n = cell_size() * program_->slots;
+        rt_.pool_.run((n + kRowsPerUnit - 1) / kRowsPerUnit, in_units(n, f));
+    }
+    template <typename F> static auto in_units(int64_t n, F& f) {
+        return [n, &f](int64_t u, int worker) {
             for (int64_t i = u * kRowsPerUnit; i < std::min(n, (u + 1) * kRowsPerUnit); ++i)
                 f(i, worker);
         };
-        run_owned(bounds, units, one);
     }
 
     float* residual_row(int64_t i) const { return residual_ + cell_rows_[static_cast<size_t>(i)] * model_.dim; }
@@ -97,6 +123,14 @@ private:
     void linear(const Stage& stage, const Op& op, bool tail);
     void head_linear(const Stage& stage, const Op& op, bool tail);
 
+    // ---- step_experts.cpp ----
+    void route(const Stage& stage, const Op& op);
+    void sort_slots(const Op& op);
+    void gather(const Op& op);
+    void expert_linear(const Stage& stage, const Op& op, bool tail);
+    void combine(const Op& op);
+    void gate(const Stage& stage, const Op& op);
+
     // ---- step_attend.cpp ----
     // Attention of one tile over pages [first, past): the vectors of up to attend_tile (row, head) pairs of one segment that share a KV head,
     // row by row. `part` is where a tile whose pages are shared out leaves what it found in them.
@@ -107,9 +141,10 @@ private:
     };
     void kv_write(const Op& op);
     template <typename Kernel>
-    void attend_each(const Op& op, const std::vector<AttendWork>& works, const std::vector<int64_t>& bounds, Kernel&& kernel);
-    void attend(const Op& op);
-    void attend_shared(const Op& op, std::vector<AttendWork>& tiles, int64_t pages);
+    void attend_each(const Stage& stage, const Op& op, const std::vector<AttendWork>& works, const std::vector<int64_t>& bounds,
+                     Kernel&& kernel);
+    void attend(const Stage& stage, const Op& op);
+    void attend_shared(const Stage& stage, const Op& op, std::vector<AttendWork>& tiles, int64_t pages);
 
     // ---- step_state.cpp ----
     // Rows of one sequence in a cell, [begin, end), and the recurrent state of a layer before them: null at position 0.
@@ -141,6 +176,8 @@ private:
     int32_t segments_ = 0;
     std::vector<std::atomic<int32_t>> poisoned_;
     std::vector<int32_t> logits_index_, logits_map_, cell_rows_;
+    // Slots of the cell after its route: where each expert's begin (and the end), the cell row of each, and the slots of each row.
+    std::vector<int32_t> expert_begin_, slot_row_, slots_of_row_;
     std::vector<std::vector<std::vector<uint16_t*>>> pages_; // [kind][segment][page]
     std::vector<std::vector<SegmentStates>> states_;         // [kind][segment]
     std::vector<int64_t> segment_begin_;                     // first row of every segment

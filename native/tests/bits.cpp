@@ -133,7 +133,7 @@ void fma_rounds_once(Lines& lines) {
 constexpr int64_t kLengths[] = {1, 2, 15, 16, 17, 31, 33, 64, 100, 576, 1001};
 
 void row_kernels(const KernelTable& k, Lines& lines) {
-    Hash norm, silu, gelu, add, scaled, scale, cap, top, prob, sum, exp, sigmoid, tanh;
+    Hash norm, silu, gelu, clamped, add, scaled, scale, dot, combined, cap, top, prob, sum, exp, sigmoid, tanh;
     for (const int64_t n : kLengths) {
         Random random(static_cast<uint64_t>(n));
         const auto x = numbers(random, n, -8, 6), w = numbers(random, n, -4, 3), wide = numbers(random, n, -30, 8);
@@ -144,6 +144,14 @@ void row_kernels(const KernelTable& k, Lines& lines) {
         silu.values(y);
         k.geglu_tanh(x.data(), w.data(), y.data(), n);
         gelu.values(y);
+        k.swiglu_clamped(w.data(), x.data(), y.data(), n, 1.702f, 7.0f);
+        clamped.values(y);
+        const float *rows[] = {x.data(), w.data(), wide.data()}, shares[] = {0x1.2p-2f, 0x1.aaaaaap-1f, -0x1.8p-3f};
+        k.combine(rows, shares, 3, y.data(), n, true);
+        combined.values(y);
+        k.combine(rows, shares, 2, y.data(), n, false);
+        combined.values(y);
+        dot.one(k.dot16(x.data(), wide.data(), n));
         k.add(y.data(), wide.data(), n);
         add.values(y);
         k.scale(y.data(), 0x1.b6db6ep+3f, n);
@@ -164,11 +172,14 @@ void row_kernels(const KernelTable& k, Lines& lines) {
         k.tanh_row(wide.data(), y.data(), n);
         tanh.values(y);
     }
-    const std::pair<const char*, const Hash*> all[] = {{"rms_norm", &norm}, {"swiglu", &silu},       {"geglu_tanh", &gelu},
-                                                       {"add", &add},       {"add_scaled", &scaled}, {"soft_cap", &cap},
-                                                       {"scale", &scale},   {"row_max", &top},       {"probabilities", &prob},
-                                                       {"sum16", &sum},     {"exp_row", &exp},       {"sigmoid_row", &sigmoid},
-                                                       {"tanh_row", &tanh}};
+    const std::pair<const char*, const Hash*> all[] = {{"rms_norm", &norm},      {"swiglu", &silu},
+                                                       {"geglu_tanh", &gelu},    {"add", &add},
+                                                       {"add_scaled", &scaled},  {"soft_cap", &cap},
+                                                       {"scale", &scale},        {"row_max", &top},
+                                                       {"probabilities", &prob}, {"sum16", &sum},
+                                                       {"exp_row", &exp},        {"sigmoid_row", &sigmoid},
+                                                       {"tanh_row", &tanh},      {"swiglu_clamped", &clamped},
+                                                       {"dot16", &dot},          {"combine", &combined}};
     for (const auto& [name, hash] : all)
         lines.push_back({name, hash->value()});
 }
@@ -338,6 +349,12 @@ std::vector<float> attend(const AttendArgs& a, int row) {
         for (size_t d = 0; d < o.size(); ++d)
             o[d] = std::fma(o[d], x, page_o[d] * y);
     }
+    if (a.sink) {
+        const float top = std::max(m, a.sink[row]), x = probability(m - top);
+        l = std::fma(l, x, probability(a.sink[row] - top));
+        for (float& value : o)
+            value = value * x;
+    }
     for (float& x : o)
         x = x * (1.0f / l);
     return o;
@@ -382,13 +399,14 @@ void attention(const KernelTable& k, Lines& lines) {
                 for (int order = 0; order < 3; ++order) { // ascending, scattered, all at the last position
                     for (int begin = 0, size = 1; begin < kRows; begin += size, size = size % k.attend_tile + 1) {
                         const float* queries[64];
-                        float *results[64], *shared_results[64];
+                        float *results[64], *shared_results[64], sinks[64];
                         int32_t positions[64];
                         AttendArgs a{};
                         for (; a.count < size && begin + a.count < kRows; ++a.count) {
                             const int row = begin + a.count;
                             queries[a.count] = q.data() + row * dim;
                             results[a.count] = out.data() + row * value_dim;
+                            sinks[a.count] = q[static_cast<size_t>(row)] * 3.0f;
                             positions[a.count] = order == 0 ? 50 + row : order == 1 ? row * 89 % kEnd : kEnd - 1;
                         }
                         a.q = queries;
@@ -400,6 +418,7 @@ void attention(const KernelTable& k, Lines& lines) {
                         a.window = window;
                         a.scale = 0x1.6a09e6p-3f;
                         a.cap = cap;
+                        a.sink = order == 1 ? sinks : nullptr;
                         a.scratch = scratch.data();
                         k.attend(&a);
                         // The same with its pages shared out: parts in another order, by blocks, then merged.

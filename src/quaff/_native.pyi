@@ -93,8 +93,9 @@ class StatePool:
 class Program:
     """Ops of one stage kind, checked when built. Buffer 0 is the residual; see graph/program.py for kinds and fields."""
 
-    def __init__(self, buffers: Sequence[tuple[int, int]], ops: Sequence[OpTuple]) -> None: ...
-    # buffers: (width, kind 0 = f32 | 1 = int8 rows); ops: (kind, inputs, outputs, weight slots, ints, floats); slot -1 = none
+    def __init__(self, buffers: Sequence[tuple[int, int]], ops: Sequence[OpTuple], slots: int = 1) -> None: ...
+    # buffers: (width, kind 0 = f32 | 1 = int8 rows | 2 = f32 | 3 = int8 with `slots` rows a row of the cell);
+    # ops: (kind, inputs, outputs, weight slots, ints, floats); slot -1 = none
 
 class Model:
     """Stages (program + bound weights) in grid order."""

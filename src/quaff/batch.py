@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -67,6 +67,9 @@ class Counters:
     of scores and values over visible positions, `state_macs` those of convolutions and recurrences. Stages after the last one that leaves
     state behind run only for rows whose logits are wanted; they count as `head_...`, so that `weight_bytes_touched` follows the rows of a
     prompt alone. The embedding is apart too.
+
+    Mixtures, all layers: `expert_rows` counts (row, chosen expert) pairs, `experts_touched` the distinct experts of every cell, and
+    `expert_bytes_touched` their bytes. The last two follow the routing: a prediction of them is an expectation, `fixed` leaves them out.
     """
 
     weight_bytes_touched: int = 0
@@ -80,12 +83,25 @@ class Counters:
     head_macs: int = 0
     head_rows: int = 0
     kv_bytes_written: int = 0
+    expert_rows: int = 0
+    experts_touched: int = 0
+    expert_bytes_touched: int = 0
 
     def __add__(self, other: Counters) -> Counters:
         return Counters(**{f.name: getattr(self, f.name) + getattr(other, f.name) for f in fields(self)})
 
     def __sub__(self, other: Counters) -> Counters:
         return Counters(**{f.name: getattr(self, f.name) - getattr(other, f.name) for f in fields(self)})
+
+    @property
+    def fixed(self) -> Counters:
+        """What is known to the unit before a run: without the two counters that the routing decides."""
+        return replace(self, experts_touched=0, expert_bytes_touched=0)
+
+    @property
+    def weight_bytes_read(self) -> int:
+        """Bytes of weights that kernels read: layers, experts, embedding rows and head."""
+        return self.weight_bytes_touched + self.expert_bytes_touched + self.embedding_bytes_touched + self.head_bytes_touched
 
     @property
     def work(self) -> int:

@@ -14,9 +14,11 @@ Activations = Literal["int8", "float32"]
 KVDtype = Literal["float16", "float32"]
 Quantize = Literal["q8_0", "q4_0", "q4_1", "none"]
 QUANTIZE: tuple[Quantize, ...] = get_args(Quantize)
+Scoring = Literal["softmax", "sigmoid", "softmax_of_chosen"]
 
 MAX_HEAD_DIM = 1024
 MAX_LAYERS = 1024
+MAX_EXPERTS = 4096
 MAX_SIZE = 1 << 24
 """No width, vocabulary or context of a real model comes near it; products of two of them still fit 64 bits."""
 
@@ -143,10 +145,47 @@ class LatentConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class ExpertsConfig:
+    """A mixture: every row goes through `used` of `count` experts of `ffn_dim` and, with `shared_ffn_dim`, through one that all rows share.
+
+    `scoring` makes scores of the router's logits: softmax over all experts, sigmoid, or softmax over the chosen ones alone. `normalise`
+    divides a row's weights by their sum, `scale` multiplies them. With `groups` > 1 experts come from the `groups_used` best groups; a
+    group is as good as its `group_top` best experts together.
+    """
+
+    count: int
+    used: int
+    ffn_dim: int
+    shared_ffn_dim: int = 0
+    scoring: Scoring = "softmax"
+    normalise: bool = True
+    scale: float = 1.0
+    groups: int = 1
+    groups_used: int = 1
+    group_top: int = 1
+
+    def __post_init__(self) -> None:
+        _size("expert count", self.count, MAX_EXPERTS)
+        _size("number of experts used", self.used, 256)
+        _check(self.used <= self.count, f"{self.used} experts of {self.count} cannot be used")
+        _size("expert feed-forward length", self.ffn_dim)
+        if self.shared_ffn_dim:
+            _size("shared expert feed-forward length", self.shared_ffn_dim)
+        _check(self.scoring in ("softmax", "sigmoid", "softmax_of_chosen"), f"scoring of experts is {self.scoring!r}")
+        _positive("scale of expert weights", self.scale)
+        _size("expert group count", self.groups, self.count)
+        _check(self.count % self.groups == 0, f"{self.count} experts do not divide into {self.groups} groups")
+        _size("number of expert groups used", self.groups_used, self.groups)
+        _size("experts that a group is judged by", self.group_top, self.count // self.groups)
+        in_groups = self.groups_used * (self.count // self.groups)
+        _check(self.used <= in_groups, f"{self.used} experts cannot come from groups of {in_groups} in all")
+
+
+@dataclass(frozen=True, slots=True)
 class LayerConfig:
     """One layer; layers with equal KV shape and kind share a page table. Without `rope` its positions are not encoded; queries turn by
     `query_rope` where theirs is another. `ffn_dim` 0 is the model's. A layer with `kv_layer` has no keys and values of its own but reads
-    those of that earlier layer. The residual is multiplied by `output_scale` at its end.
+    those of that earlier layer. The residual is multiplied by `output_scale` at its end. `experts` is None where the ffn is dense.
 
     Layers of kinds conv and delta have `conv_taps` taps for every channel and do not use `attention` and `rope`, which are the others'.
     With `latent`, `attention` is that over compressed keys.
@@ -162,6 +201,7 @@ class LayerConfig:
     ffn_dim: int = 0
     kv_layer: int | None = None
     output_scale: float = 1.0
+    experts: ExpertsConfig | None = None
 
     def __post_init__(self) -> None:
         _check(self.kind in get_args(LayerKind), f"layer kind is {self.kind!r}; expected {', '.join(get_args(LayerKind))}")

@@ -228,6 +228,7 @@ class StageCost:
     """What a cell of a stage costs: `launches` and `weight_bytes` per cell, `macs`, `state_macs` and `kv_bytes` per row.
 
     Of its embedding tables, each of `table_bytes`, a row reads one row of `table_rows`.
+    Of `experts` experts, `expert_bytes` each, a cell reads those that its rows choose, `experts_used` a row.
     """
 
     spec: StageSpec
@@ -238,6 +239,9 @@ class StageCost:
     kv_bytes: int
     table_bytes: tuple[int, ...]
     table_rows: int
+    experts: int = 0
+    experts_used: int = 0
+    expert_bytes: int = 0
 
 
 def stage_costs(graph: Graph, weight_bytes: Mapping[str, int], vocab_rows: int) -> tuple[StageCost, ...]:
@@ -252,21 +256,33 @@ def stage_costs(graph: Graph, weight_bytes: Mapping[str, int], vocab_rows: int) 
             kv_bytes=spec.kv_bytes_per_row * graph.kv_value_bytes // 2,
             table_bytes=tuple(weight_bytes[name] for name in spec.tables),
             table_rows=vocab_rows,
+            experts=spec.experts[0],
+            experts_used=spec.experts[1],
+            expert_bytes=sum(weight_bytes[name] for name in spec.expert_weights) // max(1, spec.experts[0]),
         )
         for spec in graph.stages
     )
 
 
 def predict(costs: Sequence[StageCost], spans: Sequence[Range], starts: Sequence[int], cells: Iterable[Cell]) -> Counters:
-    """Exact counters of a step: what the native executor counts must equal this. `starts` are the positions of the spans' first rows."""
+    """Counters of a step: what the native executor counts must equal this, `starts` are the positions of the spans' first rows.
+
+    Distinct experts and their bytes, which the routing decides, are expectations (`expected_experts`); `Counters.fixed` leaves them out.
+    """
     first_rows = [begin for begin, _ in spans]
     last_mixer = max((i for i, cost in enumerate(costs) if cost.spec.kind == "mixer"), default=0)
-    touched = embedding = head_bytes = launches = macs = attention = state_macs = head_macs = head_rows = kv_bytes = 0
+    touched = embedding = head_bytes = launches = macs = attention = state_macs = head_macs = head_rows = kv_bytes = expert_rows = 0
+    experts = expert_bytes = 0.0
     for stage, ranges in cells:
         cost = costs[stage]
         rows = sum(end - begin for begin, end in ranges)
         launches += cost.launches
         embedding += sum(rows * nbytes // cost.table_rows for nbytes in cost.table_bytes)
+        if cost.experts:
+            distinct = expected_experts(cost.experts, cost.experts_used, rows)
+            expert_rows += rows * cost.experts_used
+            experts += distinct
+            expert_bytes += distinct * cost.expert_bytes
         if stage > last_mixer:
             head_bytes += cost.weight_bytes
             head_macs += rows * cost.macs
@@ -294,7 +310,18 @@ def predict(costs: Sequence[StageCost], spans: Sequence[Range], starts: Sequence
         head_macs=head_macs,
         head_rows=head_rows,
         kv_bytes_written=kv_bytes,
+        expert_rows=expert_rows,
+        experts_touched=round(experts),
+        expert_bytes_touched=round(expert_bytes),
     )
+
+
+def expected_experts(experts: int, used: int, rows: int) -> float:
+    """Distinct experts that `rows` rows choose together, on average, when every row chooses any `used` of `experts`.
+
+    One is left out by a row with probability 1 - used/experts; it is never more than min(used * rows, experts).
+    """
+    return experts * (1.0 - (1.0 - used / experts) ** rows)
 
 
 MIN_CHUNK, MAX_CHUNK = 64, 512

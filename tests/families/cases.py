@@ -31,6 +31,25 @@ def decoder(config: Mapping[str, Any], modules: Mapping[str, str], biased: tuple
     return shapes
 
 
+def mixture(config: Mapping[str, Any], module: str, projections: tuple[str, str, str], shared: bool = False) -> Shapes:
+    """Router and experts of every layer, `projections` being gate, up and down; the shared expert and its gate."""
+    dim, width = config["hidden_size"], config.get("moe_intermediate_size") or config["intermediate_size"]
+    count = config.get("num_local_experts") or config["num_experts"]
+    shapes: Shapes = {}
+    for i in range(config["num_hidden_layers"]):
+        at = f"model.layers.{i}.{module}"
+        shapes[f"{at}.gate.weight"] = (count, dim)
+        for e in range(count):
+            for projection, shape in zip(projections, ((width, dim), (width, dim), (dim, width)), strict=True):
+                shapes[f"{at}.experts.{e}.{projection}.weight"] = shape
+        if shared:
+            width_shared = config["shared_expert_intermediate_size"]
+            for projection, shape in zip(projections, ((width_shared, dim), (width_shared, dim), (dim, width_shared)), strict=True):
+                shapes[f"{at}.shared_expert.{projection}.weight"] = shape
+            shapes[f"{at}.shared_expert_gate.weight"] = (1, dim)
+    return shapes
+
+
 def settings(model_type: str, architecture: str, **changes: Any) -> dict[str, Any]:
     """A config.json: two layers of odd sizes with grouped queries, changed as asked."""
     common = {
@@ -72,6 +91,34 @@ GEMMA3 = settings(
     tie_word_embeddings=True,
 )
 GEMMA_NORMS = NORMS | {"pre_feedforward_layernorm": "d", "post_feedforward_layernorm": "d"} | QK_NORMS
+
+MIXTRAL = settings("mixtral", "MixtralForCausalLM", num_local_experts=5, num_experts_per_tok=2, rope_theta=1e6)
+QWEN2_MOE = settings(
+    "qwen2_moe",
+    "Qwen2MoeForCausalLM",
+    head_dim=None,
+    num_experts=7,
+    num_experts_per_tok=3,
+    moe_intermediate_size=64,
+    shared_expert_intermediate_size=96,
+    norm_topk_prob=False,
+    rope_theta=1e6,
+)
+QWEN3_MOE = settings(
+    "qwen3_moe",
+    "Qwen3MoeForCausalLM",
+    num_hidden_layers=3,
+    num_experts=12,
+    num_experts_per_tok=4,
+    moe_intermediate_size=64,
+    norm_topk_prob=True,
+    rms_norm_eps=1e-6,
+    rope_theta=1e6,
+    tie_word_embeddings=True,
+)
+PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
+# Experts that differ for a row.
+ROUTER = {r".*\.gate\.weight": (0.0, 0.2)}
 
 
 def layers_of(config: Mapping[str, Any], modules: Mapping[str, str], mixers: Mapping[str, Shapes]) -> Shapes:
@@ -322,6 +369,14 @@ FAMILIES: dict[str, TinyHF] = {
     "llama": TinyHF(LLAMA, decoder(LLAMA, ATTENTION | GATED | NORMS)),
     "llama-mqa": TinyHF(LLAMA_MQA, decoder(LLAMA_MQA, ATTENTION | GATED | NORMS), seed=1),
     "qwen2": TinyHF(QWEN2, decoder(QWEN2, ATTENTION | GATED | NORMS, biased=tuple(ATTENTION)[:3]), seed=2),
+    "mixtral": TinyHF(MIXTRAL, decoder(MIXTRAL, ATTENTION | NORMS) | mixture(MIXTRAL, "block_sparse_moe", ("w1", "w3", "w2")), ROUTER, 27),
+    "qwen2moe": TinyHF(
+        QWEN2_MOE,
+        decoder(QWEN2_MOE, ATTENTION | NORMS, biased=tuple(ATTENTION)[:3]) | mixture(QWEN2_MOE, "mlp", PROJECTIONS, shared=True),
+        ROUTER,
+        seed=21,
+    ),
+    "qwen3moe": TinyHF(QWEN3_MOE, decoder(QWEN3_MOE, ATTENTION | NORMS | QK_NORMS) | mixture(QWEN3_MOE, "mlp", PROJECTIONS), ROUTER, 22),
     "gemma3": TinyHF(GEMMA3, decoder(GEMMA3, ATTENTION | GATED | GEMMA_NORMS), {".*norm.weight": (0.0, 0.2)}, seed=3),
     "lfm2": TinyHF(LFM2, LFM2_SHAPES, {".*embed_tokens.*": (0.0, 0.4)}, seed=20),
     "qwen35": TinyHF(QWEN35, QWEN35_SHAPES, QWEN35_VALUES, seed=21),

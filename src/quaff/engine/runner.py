@@ -32,7 +32,7 @@ def bind_model(graph: Graph, weights: ResidentWeights) -> _native.Model:
         spec = stage.program
         if spec not in programs:
             ops = [(int(op.kind), op.inputs, op.outputs, op.weights, op.ints, op.floats) for op in spec.ops]
-            programs[spec] = _native.Program(spec.buffers, ops)
+            programs[spec] = _native.Program(spec.buffers, ops, spec.slots)
         model.add_stage(programs[spec], [weights[name] for name in stage.weights])
     return model
 

@@ -5,6 +5,8 @@ Arrays are f32; +, -, *, / and sqrt on them round once per element in every NumP
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -146,6 +148,53 @@ def square_sum16(x: F32) -> F32:
     for i in range(blocks.shape[-2]):
         lanes = fma(blocks[..., i, :], blocks[..., i, :], lanes)
     return tree16(lanes)
+
+
+def dot16(x: F32, w: F32) -> F32:
+    """Width-16 fold of fma(x, w, lane) over the last axis."""
+    blocks, factors = _lanes(x, ZERO), _lanes(w, ZERO)
+    lanes = np.zeros((*x.shape[:-1], LANES), dtype=np.float32)
+    for i in range(blocks.shape[-2]):
+        lanes = fma(blocks[..., i, :], factors[i], lanes)
+    return tree16(lanes)
+
+
+def route(logits: F32, bias: F32 | None, ints: Sequence[int], scale: float) -> tuple[NDArray[np.int64], F32]:
+    """Rule 18: chosen experts [n, used], ascending, and their weights, from logits [n, experts]. `ints` as ROUTE has them."""
+    experts, used, scoring, normalise, groups, groups_used, group_top = ints
+    scores = sigmoid(logits) if scoring == 1 else logits
+    if scoring == 0:
+        p = probability(logits - max16(logits)[:, None])
+        scores = p / _ascending_sum(p)[:, None]
+    key = logits if scoring != 1 and bias is None else scores + (ZERO if bias is None else bias)
+    if groups > 1:
+        members = key.reshape(len(key), groups, experts // groups)
+        best = np.take_along_axis(members, _descending(members)[..., :group_top], axis=-1)
+        worth = _ascending_sum(best)
+        chosen = _descending(worth)[:, :groups_used]
+        mask = np.zeros(worth.shape, dtype=bool)
+        np.put_along_axis(mask, chosen, True, axis=1)
+        key = np.where(np.repeat(mask, experts // groups, axis=1), key, np.float32(-np.inf))
+    ids = np.sort(_descending(key)[:, :used], axis=1)
+    w = np.take_along_axis(scores, ids, axis=1)
+    if scoring == 2:
+        w = probability(w - max16(w)[:, None])
+    if scoring == 2 or normalise:
+        w = w / maximum(_ascending_sum(w), np.float32(2.0**-64))[:, None]
+    return ids, w * np.float32(scale)
+
+
+def _descending(x: F32) -> NDArray[np.int64]:
+    """Indices of the last axis by (value descending, index ascending); -0 equals +0."""
+    return np.argsort(-x, axis=-1, kind="stable")
+
+
+def _ascending_sum(x: F32) -> F32:
+    """Chain of additions from +0 over the last axis."""
+    total = np.zeros(x.shape[:-1], dtype=np.float32)
+    for i in range(x.shape[-1]):
+        total = total + x[..., i]
+    return total
 
 
 def rms_norm(x: F32, w: F32, eps: float) -> F32:

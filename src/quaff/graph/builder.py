@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any, overload
 
-from quaff.config import Activations, AttentionConfig, DeltaConfig, KVDtype, LayerConfig, ModelConfig, RopeConfig
+from quaff.config import Activations, AttentionConfig, DeltaConfig, ExpertsConfig, KVDtype, LayerConfig, ModelConfig, RopeConfig
 from quaff.errors import ConfigError, UnsupportedError
 from quaff.graph.fuse import fuse as fuse_program
 from quaff.graph.fuse import share_buffers, split_at_state
@@ -21,6 +21,8 @@ from quaff.graph.program import (
     RESIDUAL,
     SCRATCH,
     SILU_OF_SUM,
+    SLOT_F32,
+    SLOT_INT8,
     Graph,
     KVKind,
     Op,
@@ -32,7 +34,8 @@ from quaff.graph.program import (
 )
 from quaff.models.family import Family, Tensors, Value, WeightRef, Weights
 
-SILU, GELU_TANH, SIGMOID = 0, 1, 2
+SILU, GELU_TANH, SIGMOID, CLAMPED_SILU = 0, 1, 2, 3
+SCORING = {"softmax": 0, "sigmoid": 1, "softmax_of_chosen": 2}
 MAX_TAPS = 16
 """As native/runtime/program.h says."""
 
@@ -90,6 +93,7 @@ class StageBuilder:
         self._activations = activations
         self._residual = Value(self, RESIDUAL, config.dim)
         self._buffers: list[tuple[int, int]] = []
+        self._slots = 1
         self._ops: list[Op] = []
         self._weights: list[WeightRef] = []
 
@@ -175,9 +179,16 @@ class StageBuilder:
         self._emit(OpKind.ROPE, (x.buffer,), (x.buffer,), ints=ints)
         return x
 
-    def attention(self, q: Value, k: Value | None, v: Value | None, attention: AttentionConfig) -> Value:
-        """Over the layer's own keys and values, or without any over those of the layer that `kv_layer` names."""
+    def attention(
+        self, q: Value, k: Value | None, v: Value | None, attention: AttentionConfig, sinks: WeightRef | None = None
+    ) -> Value:
+        """Over the layer's own keys and values, or without any over those of the layer that `kv_layer` names.
+
+        `sinks`: a score for each head that takes part in the softmax and has no value.
+        """
         a = attention
+        if sinks is not None and sinks.shape != (a.heads,):
+            raise ConfigError(f"sinks {sinks.name} have shape {sinks.shape}; layer {self.layer} has {a.heads} heads")
         parts = ((q, a.heads, a.head_dim, "queries"), (k, a.kv_heads, a.head_dim, "keys"), (v, a.kv_heads, a.v_dim, "values"))
         for value, heads, dim, name in parts:
             if value is not None and value.width != heads * dim:
@@ -192,7 +203,8 @@ class StageBuilder:
             raise ConfigError(f"layer {self.layer} has keys and values of its own, or reads those of another layer, not both")
         out = self._f32(a.heads * a.v_dim)
         ints = (kind, index, a.heads, a.kv_heads, a.head_dim, a.window, a.v_dim)
-        self._emit(OpKind.ATTEND, (q.buffer,), (out.buffer,), ints=ints, floats=(a.scale, a.softcap))
+        weights = (NONE if sinks is None else self._slot(sinks),)
+        self._emit(OpKind.ATTEND, (q.buffer,), (out.buffer,), weights, ints, (a.scale, a.softcap))
         return out
 
     def gated_conv(self, x: Value, w: WeightRef) -> Value:
@@ -246,6 +258,59 @@ class StageBuilder:
     def sigmoid_gate(self, gate: Value, x: Value) -> Value:
         return self._glu(gate, x, SIGMOID)
 
+    def clamped_swiglu(self, gate: Value, up: Value, alpha: float, limit: float) -> Value:
+        return self._glu(gate, up, CLAMPED_SILU, (alpha, limit))
+
+    def route(self, x: Value, router: WeightRef, experts: ExpertsConfig, bias: WeightRef | None = None) -> Value:
+        """Chosen experts and their weights. The router's input stays f32 (NUMERICS 18), so its weight must be float too."""
+        self._matrix(router, x.width)
+        if router.integer:
+            raise UnsupportedError(f"router {router.name} is quantised; routers need F32, F16 or BF16")
+        if router.shape[0] != experts.count:
+            raise ConfigError(f"router {router.name} has {router.shape[0]} rows; the model has {experts.count} experts")
+        if bias is not None and bias.shape != (experts.count,):
+            raise ConfigError(f"{bias.name} has shape {bias.shape}; the model has {experts.count} experts")
+        self._slots = experts.used
+        logits, routing = self._f32(experts.count), self._f32(2 * experts.used)
+        self._emit(OpKind.LINEAR, (NONE, x.buffer), (logits.buffer,), (self._slot(router), self._bias(router)), (1, 0))
+        e = experts
+        ints = (e.count, e.used, SCORING[e.scoring], int(e.normalise), e.groups, e.groups_used, e.group_top)
+        weights = (NONE if bias is None else self._slot(bias),)
+        self._emit(OpKind.ROUTE, (logits.buffer,), (routing.buffer,), weights, ints, (e.scale,))
+        return routing
+
+    @overload
+    def expert_linear(self, x: Value, routing: Value, w: WeightRef, /) -> Value: ...
+    @overload
+    def expert_linear(self, x: Value, routing: Value, w1: WeightRef, w2: WeightRef, /) -> tuple[Value, Value]: ...
+    def expert_linear(self, x: Value, routing: Value, /, *weights: WeightRef) -> Any:
+        """Each slot times its expert's matrix; `x` by rows is brought to the slots first."""
+        for w in weights:
+            self._matrix(w, x.width, dimensions=3)
+        inputs = [NONE, NONE]
+        if self._activations == "int8" and any(w.integer for w in weights):
+            inputs[0] = self._by_slots(self._quantised(x), routing)
+        if self._activations == "float32" or not all(w.integer for w in weights):
+            inputs[1] = self._by_slots(x.buffer, routing)
+        outputs = tuple(Value(self, self._new(w.shape[1], SLOT_F32), w.shape[1]) for w in weights)
+        slots = (*(self._slot(w) for w in weights), *(self._bias(w) for w in weights))
+        ints = (len(weights), weights[0].shape[0])
+        self._emit(OpKind.EXPERT_LINEAR, (*inputs, routing.buffer), tuple(v.buffer for v in outputs), slots, ints)
+        return outputs if len(outputs) > 1 else outputs[0]
+
+    def combine(self, x: Value, routing: Value) -> Value:
+        """Per row, its experts' results times their weights."""
+        out = self._f32(x.width)
+        self._emit(OpKind.COMBINE, (x.buffer, routing.buffer), (out.buffer,), ints=(0,))
+        return out
+
+    def gate(self, x: Value, h: Value, w: WeightRef) -> Value:
+        """x times sigmoid(h . w), in place."""
+        if w.shape != (h.width,):
+            raise ConfigError(f"gate {w.name} of shape {w.shape} cannot take an input of width {h.width}")
+        self._emit(OpKind.GATE, (x.buffer, h.buffer), (x.buffer,), (self._slot(w),))
+        return x
+
     def add(self, target: Value, x: Value) -> None:
         """In place: the target and the value that `target += x` leaves are the same buffer."""
         if x.width != target.width:
@@ -270,10 +335,12 @@ class StageBuilder:
     def _stage(self, kind: StageKind, ops: list[Op], fuse: bool) -> StageSpec:
         used = sorted({s for op in ops for s in op.weights if s != NONE})
         slot = {NONE: NONE} | {s: i for i, s in enumerate(used)}
-        program = ProgramSpec(tuple(self._buffers), tuple(replace(op, weights=tuple(slot[s] for s in op.weights)) for op in ops))
+        mapped = tuple(replace(op, weights=tuple(slot[s] for s in op.weights)) for op in ops)
+        program = ProgramSpec(tuple(self._buffers), mapped, self._slots)
         program = share_buffers(fuse_program(program) if fuse else program)
         linear = [self._weights[s] for op in ops if op.kind in LINEAR_KINDS for s in op.weights[: op.ints[0]]]
-        macs = sum(prod(w.shape) for w in linear)
+        experts = [self._weights[s] for op in ops if op.kind == OpKind.EXPERT_LINEAR for s in op.weights[: op.ints[0]]]
+        macs = sum(prod(w.shape) for w in linear) + self._slots * sum(prod(w.shape[1:]) for w in experts)
         return StageSpec(kind, self.layer, program, tuple(self._weights[s].name for s in used), macs)
 
     @property
@@ -286,13 +353,8 @@ class StageBuilder:
         return out
 
     def _product(self, kind: OpKind, x: Value, w: WeightRef, out: Value, ints: tuple[int, ...] = ()) -> None:
-        quantised = w.integer and self._activations == "int8"
-        if quantised:
-            source = self._new(x.width, INT8)
-            self._emit(OpKind.QUANTIZE, (x.buffer,), (source,))
-        inputs = (source, NONE) if quantised else (NONE, x.buffer)
-        bias = NONE if w.bias is None else self._slot(w.bias)
-        self._emit(kind, inputs, (out.buffer,), (self._slot(w), bias), (1, 0, *ints))
+        inputs = (self._quantised(x), NONE) if w.integer and self._activations == "int8" else (NONE, x.buffer)
+        self._emit(kind, inputs, (out.buffer,), (self._slot(w), self._bias(w)), (1, 0, *ints))
 
     def _conv(self, x: Value, w: WeightRef, form: int) -> Value:
         channels, taps = w.shape
@@ -304,15 +366,35 @@ class StageBuilder:
         self._emit(OpKind.CONV, (x.buffer,), (out.buffer, NONE), (self._slot(w), bias), (kind, index, channels, taps, form))
         return out
 
-    def _glu(self, gate: Value, up: Value, activation: int) -> Value:
+    def _glu(self, gate: Value, up: Value, activation: int, floats: tuple[float, ...] = ()) -> Value:
         if gate.width != up.width:
             raise ConfigError(f"gate of width {gate.width} and up of width {up.width} differ in layer {self.layer}")
-        out = self._f32(gate.width)
-        self._emit(OpKind.GLU, (gate.buffer, up.buffer), (out.buffer, NONE), ints=(activation,))
+        out = Value(self, self._new(gate.width, self._kind(gate.buffer)), gate.width)
+        self._emit(OpKind.GLU, (gate.buffer, up.buffer), (out.buffer, NONE), ints=(activation,), floats=floats)
         return out
 
-    def _matrix(self, w: WeightRef, width: int) -> None:
-        if len(w.shape) != 2 or w.shape[1] != width:
+    def _quantised(self, x: Value) -> int:
+        source = self._new(x.width, SLOT_INT8 if self._kind(x.buffer) == SLOT_F32 else INT8)
+        self._emit(OpKind.QUANTIZE, (x.buffer,), (source,))
+        return source
+
+    def _by_slots(self, buffer: int, routing: Value) -> int:
+        """The buffer itself, or a copy by slots of one by rows."""
+        kind = self._kind(buffer)
+        if kind in (SLOT_F32, SLOT_INT8):
+            return buffer
+        out = self._new(self._buffers[buffer - SCRATCH][0], SLOT_F32 if kind == F32 else SLOT_INT8)
+        self._emit(OpKind.GATHER, (buffer, routing.buffer), (out,))
+        return out
+
+    def _kind(self, buffer: int) -> int:
+        return self._buffers[buffer - SCRATCH][1] if buffer >= SCRATCH else F32
+
+    def _bias(self, w: WeightRef) -> int:
+        return NONE if w.bias is None else self._slot(w.bias)
+
+    def _matrix(self, w: WeightRef, width: int, dimensions: int = 2) -> None:
+        if len(w.shape) != dimensions or w.shape[-1] != width:
             raise ConfigError(f"weight {w.name} of shape {w.shape} cannot take an input of width {width}")
         self._groups(w, width)
 

@@ -18,7 +18,7 @@ def fuse(program: ProgramSpec) -> ProgramSpec:
     ops = list(program.ops)
     for step in (share_quantize, merge_linear, quantize_in_producer, residual_in_linear):
         ops = step(ops)
-    return ProgramSpec(program.buffers, tuple(ops))
+    return replace(program, ops=tuple(ops))
 
 
 def share_quantize(ops: list[Op]) -> list[Op]:
@@ -88,19 +88,19 @@ def quantize_in_producer(ops: list[Op]) -> list[Op]:
 
 
 def residual_in_linear(ops: list[Op]) -> list[Op]:
-    """A linear result whose only use is to be added to the residual is added in the epilogue."""
+    """A linear or combined result whose only use is to be added to the residual is added in the epilogue."""
     out: list[Op] = []
     for i, op in enumerate(ops):
         if (
             op.kind == OpKind.ADD
             and out
-            and out[-1].kind == OpKind.LINEAR
+            and out[-1].kind in (OpKind.LINEAR, OpKind.COMBINE)
             and out[-1].outputs == op.inputs
             and op.floats == (1.0,)
             and op.outputs == (RESIDUAL,)
             and _unread(ops, i, op.inputs[0])
         ):
-            out[-1] = replace(out[-1], outputs=(RESIDUAL,), ints=(1, 1))
+            out[-1] = replace(out[-1], outputs=(RESIDUAL,), ints=(*out[-1].ints[:-1], 1))
         else:
             out.append(op)
     return out
@@ -145,4 +145,4 @@ def share_buffers(program: ProgramSpec) -> ProgramSpec:
         for b in dict.fromkeys((*op.inputs, *op.outputs)):
             if b >= SCRATCH and last[b] == i:
                 free.setdefault(program.buffers[b - SCRATCH], []).append(where[b])
-    return ProgramSpec(tuple(buffers), tuple(ops))
+    return replace(program, buffers=tuple(buffers), ops=tuple(ops))

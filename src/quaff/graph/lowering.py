@@ -52,7 +52,11 @@ class ReferenceWeight:
 
     def part(self, begin: int, count: int) -> ReferenceWeight:
         """Rows begin .. begin + count - 1."""
-        return ReferenceWeight(*(None if a is None else a[begin : begin + count] for a in (self.values, self.codes, self.scale, self.min)))  # type: ignore[arg-type]
+        if self.values is not None:
+            return ReferenceWeight(self.values[begin : begin + count])
+        assert self.codes is not None and self.scale is not None
+        rows = slice(begin, begin + count)
+        return ReferenceWeight(None, self.codes[rows], self.scale[rows], None if self.min is None else self.min[rows])
 
     def dequantised(self) -> F32:
         """f32 values. Scales and minima are multiples of 2^-48 below 2^26, so float64 holds the product and the sum exactly and

@@ -11,8 +11,8 @@ Buffers of a program are numbered: 0 the residual (f32, model width), 1 the logi
 | LINEAR | int8 or -1, f32 or -1 -> one per weight | w1..wn, b1..bn (-1 none) | n, accumulate | |
 | ROPE | buf -> the same buf | | rope index, heads, head_dim, interleaved | |
 | KV_WRITE | k, v -> | | kind, layer in kind, kv_heads, head_dim, value_dim | |
-| ATTEND | q -> out | | kind, layer in kind, heads, kv_heads, head_dim, window, value_dim | scale, softcap |
-| GLU | gate, up -> f32 or -1, int8 or -1 | | 0 silu, 1 gelu_tanh, 2 sigmoid | |
+| ATTEND | q -> out | sinks (-1 none) | kind, layer in kind, heads, kv_heads, head_dim, window, value_dim | scale, softcap |
+| GLU | gate, up -> f32 or -1, int8 or -1 | | 0 silu, 1 gelu_tanh, 2 sigmoid, 3 clamped silu | of 3: alpha, limit |
 | ADD | src -> 0 or buf | | | scale: out + scale*src |
 | CONV | src -> f32 or -1, int8 or -1 | w [channels, taps], b (-1 none) | kind, layer in kind, channels, taps, 0 gated or 1 silu | |
 | SPLIT | src -> one per part | | heads, width of each part in a head | |
@@ -22,13 +22,23 @@ Buffers of a program are numbered: 0 the residual (f32, model width), 1 the logi
 | SCALE | src -> buf, src itself or another | | | factor, softcap (0 none) |
 | CONCAT | a, b -> out | | heads: every head of out is that of a, then that of b | |
 | HEAD_LINEAR | int8 or -1, f32 or -1 -> f32 | w, b (-1 none) | 1, 0, heads: every head has a matrix of its own | |
+| ROUTE | router logits -> routing | bias or -1 | experts, used, scoring, normalise, groups, groups used, group top | scale |
+| GATHER | src, routing -> the same by slots | | | |
+| EXPERT_LINEAR | int8 or -1, f32 or -1, routing -> one per weight, all by slots | w1..wn, b1..bn (-1 none) | n, experts | |
+| COMBINE | src by slots, routing -> f32 | | accumulate | |
+| GATE | x, h -> the same buf as x | w | | |
 
 Integer weights of LINEAR read the int8 input when there is one; float weights, and all weights without it, read the f32 input.
-With `accumulate`, LINEAR adds to its output; a second output of RMS_NORM, GLU or CONV is the first one quantised.
+With `accumulate`, LINEAR and COMBINE add to their output; a second output of RMS_NORM, GLU or CONV is the first one quantised.
 CONV sums the taps of every channel over its last rows. Gated, src is [B | C | x] and the result C * conv(B*x); else silu(conv(src)).
 UNIT_NORM is x * (1/sqrt(sum of squares + eps)) * scale per head. DELTA_GATES makes a the share of a state that is kept,
 E(rate * softplus(a + dt)), and b sigmoid(b). DELTA is the gated delta rule of every value head; value head j has key head
 j % key heads when tiled, else j // (value heads / key heads).
+
+Experts: ROUTE gives every row `used` experts. A routing row holds their numbers, ascending, then their weights, all as f32. A (row, expert)
+pair is a slot; the slots of a cell are sorted by expert, then by row, so an expert's rows lie side by side. GATHER copies rows to their
+slots, EXPERT_LINEAR multiplies each expert's slots with its own matrix, GLU and QUANTIZE work on slots as on rows, COMBINE brings
+a row's slots together. GATE multiplies x by the sigmoid of the product of h and w.
 """
 
 from __future__ import annotations
@@ -49,6 +59,8 @@ LOGITS = 1
 SCRATCH = 2
 F32 = 0
 INT8 = 1
+SLOT_F32 = 2
+SLOT_INT8 = 3
 
 
 class OpKind(IntEnum):
@@ -71,6 +83,11 @@ class OpKind(IntEnum):
     SCALE = 14
     CONCAT = 15
     HEAD_LINEAR = 16
+    ROUTE = 17
+    GATHER = 18
+    EXPERT_LINEAR = 19
+    COMBINE = 20
+    GATE = 21
 
 
 RECURRENT = (OpKind.CONV, OpKind.DELTA)
@@ -95,25 +112,31 @@ class Op:
 
 @dataclass(frozen=True, slots=True)
 class ProgramSpec:
-    """Ops of a stage and its scratch buffers: `buffers[i]` = (width, F32 or INT8) of buffer i + 2.
+    """Ops of a stage and its scratch buffers: `buffers[i]` = (width, F32 or INT8) of buffer i + 2; SLOT_F32 and SLOT_INT8 have
+    `slots` such rows for every row of the cell.
 
     Hashable: equal stages share one program."""
 
     buffers: tuple[tuple[int, int], ...]
     ops: tuple[Op, ...]
+    slots: int = 1
 
     @property
     def scratch_bytes_per_row(self) -> int:
         """Bytes of scratch for one row: f32 values, or int8 codes and a spare line with an f32 scale and three int32 sums per group of 32,
         whose number is rounded up to 16."""
-        return sum(width * 4 if kind == F32 else width + 64 + 256 * -(-width // 512) for width, kind in self.buffers)
+        return sum(
+            (self.slots if kind in (SLOT_F32, SLOT_INT8) else 1)
+            * (width * 4 if kind in (F32, SLOT_F32) else width + 64 + 256 * -(-width // 512))
+            for width, kind in self.buffers
+        )
 
 
 @dataclass(frozen=True, slots=True)
 class StageSpec:
     """A program with the names of its weights in slot order. `layer` is -1 for embed and head.
 
-    `macs_per_row`: multiply-accumulates of the linear ops for one row.
+    `macs_per_row`: multiply-accumulates of the linear ops for one row, of as many experts as a row goes through.
     """
 
     kind: StageKind
@@ -134,9 +157,20 @@ class StageSpec:
         return tuple(self.weights[s] for s in sorted(slots))
 
     @property
+    def expert_weights(self) -> tuple[str, ...]:
+        """Names of the stacks of matrices of which a cell reads those that its rows chose, in slot order."""
+        slots = {s for op in self.program.ops if op.kind == OpKind.EXPERT_LINEAR for s in op.weights[: op.ints[0]]}
+        return tuple(self.weights[s] for s in sorted(slots))
+
+    @property
+    def experts(self) -> tuple[int, int]:
+        """(experts, experts that a row uses); (0, 0) for a dense stage."""
+        return next(((op.ints[0], op.ints[1]) for op in self.program.ops if op.kind == OpKind.ROUTE), (0, 0))
+
+    @property
     def small_weights(self) -> tuple[str, ...]:
         """Names of norm vectors and biases, in slot order; an embedding table is in neither list, cells read single rows of it."""
-        large = {*self.linear_weights, *self.tables}
+        large = {*self.linear_weights, *self.expert_weights, *self.tables}
         return tuple(name for name in self.weights if name not in large)
 
     @property

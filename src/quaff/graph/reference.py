@@ -19,15 +19,18 @@ from quaff.graph.arithmetic import (
     ONE,
     ZERO,
     clamp_f16,
+    dot16,
     exp,
     fma,
     gelu_tanh,
     max16,
     maximum,
+    minimum,
     probability,
     quantise,
     rms_norm,
     rope,
+    route,
     sigmoid,
     silu,
     softplus,
@@ -37,7 +40,7 @@ from quaff.graph.arithmetic import (
     unit_norm,
 )
 from quaff.graph.lowering import ReferenceWeight, lower
-from quaff.graph.program import GATED, LOGITS, NONE, Graph, KVKind, Op, OpKind, StageSpec
+from quaff.graph.program import GATED, LOGITS, NONE, SCRATCH, SLOT_INT8, Graph, KVKind, Op, OpKind, StageSpec
 from quaff.graph.rope_table import rope_rows
 
 FLOAT_BLOCK = 128
@@ -100,9 +103,11 @@ def linear_float(x: F32, w: F32) -> F32:
     return total
 
 
-def attend(q: F32, positions: NDArray[np.int64], keys: KV, values: KV, window: int, scale: float, softcap: float) -> F32:
+def attend(
+    q: F32, positions: NDArray[np.int64], keys: KV, values: KV, window: int, scale: float, softcap: float, sinks: F32 | None = None
+) -> F32:
     """Rule 16: q [n, heads, dim] at absolute positions over keys [length, kv_heads, dim] and values [length, kv_heads, value_dim], as f32
-    [n, heads, value_dim]."""
+    [n, heads, value_dim]. `sinks`: a score for each head."""
     n, heads, _ = q.shape
     share = np.arange(heads) // (heads // keys.shape[1])
     q = q * np.float32(scale)
@@ -132,6 +137,11 @@ def attend(q: F32, positions: NDArray[np.int64], keys: KV, values: KV, window: i
         o[old] = fma(o[old], a[..., None], o_p * b[..., None])
         m[old] = top
         started[rows] = True
+    if sinks is not None:
+        top = maximum(m, sinks[None])
+        a = probability(m - top)
+        l = fma(l, a, probability(sinks[None] - top))  # noqa: E741
+        o = o * a[..., None]
     return o * (ONE / l)[..., None]
 
 
@@ -207,6 +217,7 @@ class _Run:
 
     def __init__(self, graph: Graph, weights: Mapping[str, ReferenceWeight], ids: NDArray[np.int64], state: ReferenceState | None) -> None:
         self._graph, self._weights, self._ids = graph, weights, ids
+        self._program = graph.stages[0].program
         start = state.length if state else 0
         self._positions = start + np.arange(len(ids))
         self._f32: dict[int, F32] = {}
@@ -244,7 +255,13 @@ class _Run:
             OpKind.SCALE: self._scale,
             OpKind.CONCAT: self._concat,
             OpKind.HEAD_LINEAR: self._head_linear,
+            OpKind.ROUTE: self._route,
+            OpKind.GATHER: self._gather,
+            OpKind.EXPERT_LINEAR: self._expert_linear,
+            OpKind.COMBINE: self._combine,
+            OpKind.GATE: self._gate,
         }
+        self._program = stage.program
         for op in stage.program.ops:
             steps[op.kind](op, [None if s == NONE else self._weights[stage.weights[s]] for s in op.weights])
 
@@ -314,12 +331,19 @@ class _Run:
         kind, layer, heads, _, dim, window, _ = op.ints
         q = self._f32[op.inputs[0]]
         keys, values = self._keys[kind][layer], self._values[kind][layer]
-        y = attend(q.reshape(-1, heads, dim), self._positions, keys, values, window, *op.floats)
+        sinks, (scale, softcap) = None if weights[0] is None else weights[0].values, op.floats
+        y = attend(q.reshape(-1, heads, dim), self._positions, keys, values, window, scale, softcap, sinks)
         self._f32[op.outputs[0]] = y.reshape(len(q), -1)
 
     def _glu(self, op: Op, weights: list[ReferenceWeight | None]) -> None:
         gate, up = (self._f32[b] for b in op.inputs)
-        self._store_both(op, (silu, gelu_tanh, sigmoid)[op.ints[0]](gate) * up)
+        if op.ints[0] == 3:
+            alpha, limit = np.float32(op.floats[0]), np.float32(op.floats[1])
+            gate, up = minimum(gate, limit), minimum(maximum(up, -limit), limit)
+            y = (gate / (ONE + exp(-(alpha * gate)))) * (up + ONE)
+        else:
+            y = (silu, gelu_tanh, sigmoid)[op.ints[0]](gate) * up
+        self._store_both(op, y)
 
     def _add(self, op: Op, weights: list[ReferenceWeight | None]) -> None:
         self._f32[op.outputs[0]] = fma(self._f32[op.inputs[0]], np.float32(op.floats[0]), self._f32[op.outputs[0]])
@@ -369,6 +393,68 @@ class _Run:
         y, state = delta_rule(q, k, v.reshape(-1, heads, dv), decay, beta, state)
         self._states[kind][layer] = state.reshape(-1)
         self._f32[op.outputs[0]] = y.reshape(v.shape)
+
+    def _route(self, op: Op, weights: list[ReferenceWeight | None]) -> None:
+        (bias,) = weights
+        ids, w = route(self._f32[op.inputs[0]], None if bias is None else bias.values, op.ints, op.floats[0])
+        self._f32[op.outputs[0]] = np.concatenate([ids.astype(np.float32), w], axis=1)
+
+    def _slots(self, routing: int) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
+        """Of every slot its expert, its row, and which of the row's experts it is."""
+        table = self._f32[routing]
+        ids = table[:, : table.shape[1] // 2].astype(np.int64)
+        # Rows lie in order and experts of a row ascend: a stable sort by expert is the order by (expert, row).
+        order = np.argsort(ids.reshape(-1), kind="stable")
+        row, which = np.divmod(order, ids.shape[1])
+        return ids.reshape(-1)[order], row, which
+
+    def _gather(self, op: Op, weights: list[ReferenceWeight | None]) -> None:
+        source, routing = op.inputs
+        _, row, _ = self._slots(routing)
+        if self._program.buffers[op.outputs[0] - SCRATCH][1] == SLOT_INT8:
+            codes, scale = self._codes[source]
+            self._codes[op.outputs[0]] = codes[row], scale[row]
+        else:
+            self._f32[op.outputs[0]] = self._f32[source][row]
+
+    def _expert_linear(self, op: Op, weights: list[ReferenceWeight | None]) -> None:
+        codes, values, routing = op.inputs
+        n, experts = op.ints
+        of_slot, _, _ = self._slots(routing)
+        for out, w, bias in zip(op.outputs, weights[:n], weights[n:], strict=True):
+            assert w is not None
+            rows = w.rows // experts
+            y = np.zeros((len(of_slot), rows), dtype=np.float32)
+            for e in np.unique(of_slot):
+                mine, part = of_slot == e, w.part(int(e) * rows, rows)
+                if part.is_integer and codes != NONE:
+                    q, scale = self._codes[codes]
+                    y[mine] = linear_int((q[mine], scale[mine]), part)
+                else:
+                    y[mine] = linear_float(self._f32[values][mine], part.dequantised())
+            if bias is not None:
+                assert bias.values is not None
+                y = y + bias.values.reshape(experts, rows)[of_slot]
+            self._f32[out] = y
+
+    def _combine(self, op: Op, weights: list[ReferenceWeight | None]) -> None:
+        source, routing = op.inputs
+        table, x = self._f32[routing], self._f32[source]
+        _, row, which = self._slots(routing)
+        used = table.shape[1] // 2
+        slot = np.empty((len(table), used), dtype=np.int64)
+        slot[row, which] = np.arange(len(row))
+        y = np.zeros((len(table), x.shape[1]), dtype=np.float32)
+        for j in range(used):
+            y = fma(table[:, used + j, None], x[slot[:, j]], y)
+        out = op.outputs[0]
+        self._f32[out] = self._f32[out] + y if op.ints[0] else y
+
+    def _gate(self, op: Op, weights: list[ReferenceWeight | None]) -> None:
+        (w,) = weights
+        assert w is not None and w.values is not None
+        x, h = (self._f32[b] for b in op.inputs)
+        self._f32[op.outputs[0]] = x * sigmoid(dot16(h, w.values))[:, None]
 
     def _store_both(self, op: Op, y: F32) -> None:
         values, codes = op.outputs

@@ -20,22 +20,34 @@ from quaff.measure.memory import bytes_per_weight, packed_bytes
 from quaff.measure.roofline import EFFICIENCY, Bound, Ceilings, bound
 from quaff.measure.table import Column, markdown
 from quaff.models import read_model
-from quaff.schedule import Order, choose_order, default_chunk, stage_costs
+from quaff.schedule import Order, choose_order, default_chunk, expected_experts, stage_costs
 from quaff.weights.budget import Accountant, human_bytes
 
 if TYPE_CHECKING:
     from quaff.llm import LLM
 
-SHARED_WEIGHT_SHARE = 1.0
-"""Of a cell's weight bytes, those that all its rows use. Every stage so far is dense; rows of a mixture will share less."""
+
+@dataclass(frozen=True, slots=True)
+class Mixture:
+    """Experts of a layer's mixture and of them those that one row uses."""
+
+    experts: int
+    used: int
+
+    def touched(self, rows: int) -> float:
+        """Distinct experts that a cell of `rows` rows reads, to be expected when rows choose independently."""
+        return expected_experts(self.experts, self.used, rows)
 
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """One schedule: exact counters, bytes of memory, the least seconds under the ceilings and the seconds to expect."""
+    """One schedule: its counters, bytes of memory, the least seconds under the ceilings and the seconds to expect.
+
+    `cell_rows`: rows of its largest cell of a feed-forward network."""
 
     order: Order
     counters: Counters
+    cell_rows: int
     scratch_bytes: int
     kv_bytes: int
     limit: Bound
@@ -44,9 +56,13 @@ class Cost:
 
     @property
     def read_bytes(self) -> int:
-        """Weight bytes that kernels read: layers, embedding rows and head."""
-        c = self.counters
-        return c.weight_bytes_touched + c.embedding_bytes_touched + c.head_bytes_touched
+        """Weight bytes that kernels read: layers, experts, embedding rows and head."""
+        return self.counters.weight_bytes_read
+
+    @property
+    def shared_weight_share(self) -> float:
+        """Of the weight bytes read, those that all rows of a cell use; an expert serves the rows that chose it."""
+        return 1.0 - self.counters.expert_bytes_touched / self.read_bytes
 
     @property
     def intensity(self) -> float:
@@ -65,6 +81,7 @@ class Explanation:
     chosen: Order
     why: str
     costs: tuple[Cost, ...]
+    mixture: Mixture | None = None
 
     @property
     def control(self) -> Cost:
@@ -94,6 +111,7 @@ def explain(checkpoint: Checkpoint, tokens: int, ceilings: Ceilings, chunk: int 
             Cost(
                 order,
                 total(parts),
+                {"token": 1, "chunk": min(rows, tokens), "layer": min(tokens, make_scheduler(order, graph).prompt_rows)}[order.name],
                 *_memory(graph, order, tokens),
                 bound(work, ceilings, weight_bytes),
                 bound(work, ceilings.at(EFFICIENCY), weight_bytes),
@@ -101,7 +119,9 @@ def explain(checkpoint: Checkpoint, tokens: int, ceilings: Ceilings, chunk: int 
         )
     chosen = choose_order("chunk", rows)
     why = _why(chosen, tuple(costs), tokens, chunk is not None)
-    return Explanation(str(checkpoint.path), trial, ceilings, weight_bytes, chosen, why, tuple(costs))
+    experts, used = max(stage.experts for stage in graph.stages)
+    mixture = Mixture(experts, used) if experts else None
+    return Explanation(str(checkpoint.path), trial, ceilings, weight_bytes, chosen, why, tuple(costs), mixture)
 
 
 def run(llm: LLM, explanation: Explanation, repetitions: int, progress: Progress | None = None) -> Explanation:
@@ -142,6 +162,23 @@ def _why(chosen: Order, costs: tuple[Cost, ...], tokens: int, asked: bool) -> st
     )
 
 
+def _experts(e: Explanation) -> list[str]:
+    """What cells of each schedule read of a mixture: the reason why many rows pay for it."""
+    if e.mixture is None:
+        return []
+    m = e.mixture
+    parts = [
+        f"{cost.order.name} in cells of {counted(cost.cell_rows, 'row')} reads {m.touched(cost.cell_rows):.1f} of them, "
+        f"{human_bytes(cost.counters.expert_bytes_touched // e.trial.tokens)} a token"
+        for cost in e.costs
+    ]
+    return [
+        f"a row goes through {m.used} of {m.experts} experts; when rows choose independently, " + "; ".join(parts),
+        f"C rows read {m.experts}*(1-(1-{m.used}/{m.experts})^C) experts, at most min({m.used}*C, {m.experts}): an expert's bytes "
+        "serve the rows that chose it, so a mixture gains from more rows in a cell than a dense model does",
+    ]
+
+
 def _times(n: int) -> str:
     return "once" if n == 1 else counted(n, "time")
 
@@ -168,7 +205,8 @@ def _cost(e: Explanation, cost: Cost) -> dict[str, Any]:
         "chunk": cost.order.chunk,
         "chosen": cost.order == e.chosen,
         "weight_bytes_read": cost.read_bytes,
-        "shared_weight_share": SHARED_WEIGHT_SHARE,
+        "shared_weight_share": cost.shared_weight_share,
+        "experts_per_cell": e.mixture and e.mixture.touched(cost.cell_rows),
         "arithmetic_intensity": cost.intensity,
         "memory": {"weight_bytes": e.weight_bytes, "kv_bytes": cost.kv_bytes, "scratch_bytes": cost.scratch_bytes},
         "ceiling": cost.limit.ceiling,
@@ -182,7 +220,7 @@ def _cost(e: Explanation, cost: Cost) -> dict[str, Any]:
             "samples": list(measured.samples),
             "over_token": e.control.measured and e.control.measured.seconds / measured.seconds,
             "counters": measured.counters.as_dict(),
-            "counters_as_predicted": measured.counters == cost.counters,
+            "counters_as_predicted": measured.counters.fixed == cost.counters.fixed,
         },
     }
 
@@ -192,7 +230,7 @@ def explain_markdown(e: Explanation) -> str:
     columns: list[Column[Cost]] = [
         Column("schedule", lambda c: c.order.name if c.order.name == "token" else f"{c.order.name}({c.order.chunk})", right=False),
         Column("weight bytes", lambda c: human_bytes(c.read_bytes)),
-        Column("shared", lambda c: f"{100 * SHARED_WEIGHT_SHARE:.0f} %"),
+        Column("shared", lambda c: f"{100 * c.shared_weight_share:.0f} %"),
         Column("launches", lambda c: f"{c.counters.launches:,}"),
         Column("GMAC", lambda c: f"{c.counters.work / 1e9:,.1f}"),
         Column("MAC/byte", lambda c: f"{c.intensity:,.1f}"),
@@ -204,7 +242,7 @@ def explain_markdown(e: Explanation) -> str:
         Column("x token", lambda c: f"{e.control.expected.seconds / c.expected.seconds:.1f}"),
     ]
     lines = [f"{e.path}: {e.trial.name}, weights {human_bytes(e.weight_bytes)}, {counted(e.ceilings.threads, 'thread')}", ""]
-    lines += [*markdown(columns, e.costs), "", e.why]
+    lines += [*markdown(columns, e.costs), "", e.why, *_experts(e)]
     lines += [
         f"predicted seconds assume {100 * EFFICIENCY.int8:.0f} % of int8 dot, {100 * EFFICIENCY.fma:.0f} % of f32 fma and "
         f"{100 * EFFICIENCY.stream:.0f} % of reading; least seconds assume all of it",
@@ -234,4 +272,5 @@ def _measured(e: Explanation) -> list[str]:
 
 def _beside(name: str, predicted: Counters, measured: Counters) -> str:
     p, m = getattr(predicted, name), getattr(measured, name)
-    return f"{p:,} {'=' if p == m else '≠'} {m:,}"
+    exact = getattr(measured.fixed, name) == m
+    return f"{p:,} {'=' if p == m else '≠' if exact else '≈'} {m:,}"

@@ -11,6 +11,8 @@ from quaff.graph.program import LINEAR_KINDS, NONE, Graph, Op, OpKind, StageSpec
 from quaff.measure.roofline import Work
 from quaff.schedule import Cell, Grid, Order, StageCost, predict
 
+LINEAR = (*LINEAR_KINDS, OpKind.EXPERT_LINEAR)
+
 
 @dataclass(frozen=True, slots=True)
 class Trial:
@@ -43,7 +45,7 @@ class Trial:
 
 @dataclass(frozen=True, slots=True)
 class StageForecast:
-    """Exact counters of one stage over a whole test, bytes of KV state that it reads, and the work that they mean."""
+    """Counters of one stage over a whole test (`schedule.predict`), bytes of KV state that it reads, and the work that they mean."""
 
     counters: Counters
     kv_bytes: int
@@ -51,7 +53,7 @@ class StageForecast:
 
 
 def forecast(graph: Graph, costs: Sequence[StageCost], order: Order, trial: Trial) -> tuple[StageForecast, ...]:
-    """One forecast per stage, in grid order; the sum of their counters is what the native module will count."""
+    """One forecast per stage, in grid order; the sum of their counters is what the native module will count, routing apart."""
     kinds = tuple(stage.kind for stage in graph.stages)
     scheduler = make_scheduler(order, graph)
     known = dict.fromkeys(range(trial.sequences), trial.depth + max(1, trial.prompt))
@@ -94,21 +96,22 @@ def total(stages: Sequence[StageForecast]) -> Counters:
 
 def _work(graph: Graph, stage: StageSpec, spent: Counters, kv_bytes: int) -> Work:
     linear = spent.macs + spent.head_macs
-    in_f32 = sum(linear_macs(graph, stage, op) for op in stage.program.ops if op.kind in LINEAR_KINDS and op.inputs[0] == NONE)
+    in_f32 = sum(linear_macs(graph, stage, op) for op in stage.program.ops if op.kind in LINEAR and op.inputs[0] == NONE)
     f32 = linear * in_f32 // max(1, stage.macs_per_row)
-    read = spent.weight_bytes_touched + spent.head_bytes_touched + spent.embedding_bytes_touched + kv_bytes
+    read = spent.weight_bytes_read + kv_bytes
     return Work(linear - f32, f32 + spent.attention_macs + spent.state_macs, read)
 
 
 def linear_macs(graph: Graph, stage: StageSpec, op: Op) -> int:
-    """Multiply-accumulates of one linear op for one row."""
+    """Multiply-accumulates of one linear op for one row, of experts for as many as a row goes through."""
 
     def width(buffer: int) -> int:
         return (graph.config.dim, graph.config.vocab)[buffer] if buffer < 2 else stage.program.buffers[buffer - 2][0]
 
     source = op.inputs[0] if op.inputs[0] != NONE else op.inputs[1]
     heads = op.ints[2] if op.kind == OpKind.HEAD_LINEAR else 1
-    return width(source) // heads * sum(width(out) for out in op.outputs)
+    slots = stage.program.slots if op.kind == OpKind.EXPERT_LINEAR else 1
+    return slots * width(source) // heads * sum(width(out) for out in op.outputs)
 
 
 def kv_bytes_per_mac(stage: StageSpec) -> float:

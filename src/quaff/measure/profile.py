@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from quaff.graph.program import LINEAR_KINDS, NONE, RECURRENT, Graph, Op, OpKind, StageSpec, state_macs
-from quaff.measure.forecast import StageForecast, linear_macs
+from quaff.graph.program import LINEAR_KINDS, NONE, RECURRENT, SCRATCH, SLOT_F32, Graph, Op, OpKind, StageSpec, state_macs
+from quaff.measure.forecast import LINEAR, StageForecast, linear_macs
 from quaff.measure.roofline import NOTHING, Ceilings, Work, bound
 
 BETWEEN = "between ops"
@@ -83,12 +83,14 @@ def _op_work(graph: Graph, stage: StageSpec, op: Op, forecast: StageForecast, we
         return Work(0, spent.attention_macs, forecast.kv_bytes)
     if op.kind in RECURRENT:
         return Work(0, spent.state_macs * state_macs(op) // stage.state_macs_per_row, 0)
-    if op.kind not in LINEAR_KINDS:
+    if op.kind not in LINEAR:
         return NOTHING
     macs = (spent.macs + spent.head_macs) * linear_macs(graph, stage, op) // max(1, stage.macs_per_row)
     mine = sum(weight_bytes[stage.weights[slot]] for slot in op.weights[: op.ints[0]])
-    whole = sum(weight_bytes[name] for name in stage.linear_weights)
-    read = (spent.weight_bytes_touched + spent.head_bytes_touched) * mine // max(1, whole)
+    of_experts = op.kind == OpKind.EXPERT_LINEAR
+    whole = sum(weight_bytes[name] for name in (stage.expert_weights if of_experts else stage.linear_weights))
+    bytes_read = spent.expert_bytes_touched if of_experts else spent.weight_bytes_touched + spent.head_bytes_touched
+    read = bytes_read * mine // max(1, whole)
     return Work(0, macs, read) if op.inputs[0] == NONE else Work(macs, 0, read)
 
 
@@ -98,8 +100,13 @@ def op_name(stage: StageSpec, op: Op) -> str:
         return f"attention, window {op.ints[5]}" if op.ints[5] else "attention"
     if op.kind == OpKind.LINEAR and stage.kind == "head":
         return "head"
+    if op.kind == OpKind.EXPERT_LINEAR:
+        roles = [_short(stage.weights[slot]).removeprefix("ffn ").removesuffix(" exps") for slot in op.weights[: op.ints[0]]]
+        return "experts " + "+".join(roles)
     if op.kind in LINEAR_KINDS:
         first, *others = [_short(stage.weights[slot]) for slot in op.weights[: op.ints[0]]]
+        if first == "ffn gate inp" and not others:
+            return "router"
         group = first.partition(" ")[0] + " "
         return "+".join([first, *(name.removeprefix(group) for name in others)])
     if op.kind == OpKind.RMS_NORM:
@@ -109,7 +116,7 @@ def op_name(stage: StageSpec, op: Op) -> str:
         OpKind.QUANTIZE: "quantize",
         OpKind.ROPE: "rope",
         OpKind.KV_WRITE: "KV write",
-        OpKind.GLU: "ffn activation",
+        OpKind.GLU: "experts activation" if _by_slots(stage, op.inputs[0]) else "ffn activation",
         OpKind.ADD: "residual add",
         OpKind.CONV: "convolution",
         OpKind.SPLIT: "split",
@@ -118,7 +125,15 @@ def op_name(stage: StageSpec, op: Op) -> str:
         OpKind.DELTA: "delta rule",
         OpKind.SCALE: "copy" if op.inputs != op.outputs else "logit scale" if stage.kind == "head" else "scale",
         OpKind.CONCAT: "concat",
+        OpKind.ROUTE: "choice of experts",
+        OpKind.GATHER: "rows to experts",
+        OpKind.COMBINE: "experts together",
+        OpKind.GATE: "gate of the shared expert",
     }[op.kind]
+
+
+def _by_slots(stage: StageSpec, buffer: int) -> bool:
+    return buffer >= SCRATCH and stage.program.buffers[buffer - SCRATCH][1] == SLOT_F32
 
 
 def _short(tensor: str) -> str:

@@ -11,13 +11,49 @@ import numpy as np
 from quaff.checkpoint import Checkpoint, TensorView
 from quaff.config import ModelConfig
 from quaff.errors import UnsupportedError, quote
-from quaff.models import deepseek2, gemma2, gemma3, gemma4, granite, lfm2, llama, mistral3, olmo2, phi3, qwen2, qwen3, qwen35, smollm3
+from quaff.models import (
+    deepseek2,
+    gemma2,
+    gemma3,
+    gemma4,
+    gptoss,
+    granite,
+    lfm2,
+    llama,
+    mistral3,
+    olmo2,
+    phi3,
+    qwen2,
+    qwen2moe,
+    qwen3,
+    qwen3moe,
+    qwen35,
+    smollm3,
+)
 from quaff.models.family import F32_TYPE, Family, Tensors, in_config
 from quaff.models.metadata import CONTEXT
 
 FAMILIES: dict[str, Family] = {
     module.FAMILY.name: module.FAMILY
-    for module in (llama, qwen2, qwen3, mistral3, smollm3, granite, olmo2, phi3, gemma2, gemma3, gemma4, lfm2, qwen35, deepseek2)
+    for module in (
+        llama,
+        qwen2,
+        qwen3,
+        mistral3,
+        smollm3,
+        granite,
+        olmo2,
+        phi3,
+        gemma2,
+        gemma3,
+        gemma4,
+        lfm2,
+        qwen35,
+        deepseek2,
+        qwen2moe,
+        qwen3moe,
+        gptoss,
+    )
 }
 
 

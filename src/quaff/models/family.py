@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quaff.checkpoint import TensorView
-from quaff.config import AttentionConfig, DeltaConfig, LayerConfig, ModelConfig, RopeConfig
+from quaff.config import AttentionConfig, DeltaConfig, ExpertsConfig, LayerConfig, ModelConfig, RopeConfig
 from quaff.errors import ConfigError, UnsupportedError, quote
 
 Tensors = Mapping[str, tuple[tuple[int, ...], int]]
@@ -69,8 +69,12 @@ class Weights:
         return self._ref(f"{self._prefix}{name}", None)
 
     def __getattr__(self, role: str) -> WeightRef:
-        bias = f"{self._prefix}{role}.bias"
-        return self._ref(f"{self._prefix}{role}.weight", self._ref(bias, None) if bias in self._tensors else None)
+        return self._ref(f"{self._prefix}{role}.weight", self.bias_of(role))
+
+    def bias_of(self, role: str) -> WeightRef | None:
+        """`<prefix><role>.bias` where the file has one: for roles that may have no weight."""
+        name = f"{self._prefix}{role}.bias"
+        return self._ref(name, None) if name in self._tensors else None
 
     def _ref(self, name: str, bias: WeightRef | None) -> WeightRef:
         shape, ggml_type = self._tensors[name]
@@ -120,7 +124,9 @@ class Builder(Protocol):
         """Turns the first `rope.rotary_dim` values of every head of `head_dim` (0: the attention's), in place; nothing without a rope."""
         ...
 
-    def attention(self, q: Value, k: Value | None, v: Value | None, attention: AttentionConfig) -> Value: ...
+    def attention(
+        self, q: Value, k: Value | None, v: Value | None, attention: AttentionConfig, sinks: WeightRef | None = None
+    ) -> Value: ...
     def gated_conv(self, x: Value, w: WeightRef) -> Value: ...
     def conv(self, x: Value, w: WeightRef) -> Value: ...
     def split(self, x: Value, heads: int, *widths: int) -> tuple[Value, ...]: ...
@@ -130,6 +136,14 @@ class Builder(Protocol):
     def swiglu(self, gate: Value, up: Value) -> Value: ...
     def geglu(self, gate: Value, up: Value) -> Value: ...
     def sigmoid_gate(self, gate: Value, x: Value) -> Value: ...
+    def clamped_swiglu(self, gate: Value, up: Value, alpha: float, limit: float) -> Value: ...
+    def route(self, x: Value, router: WeightRef, experts: ExpertsConfig, bias: WeightRef | None = None) -> Value: ...
+    @overload
+    def expert_linear(self, x: Value, routing: Value, w: WeightRef, /) -> Value: ...
+    @overload
+    def expert_linear(self, x: Value, routing: Value, w1: WeightRef, w2: WeightRef, /) -> tuple[Value, Value]: ...
+    def combine(self, x: Value, routing: Value) -> Value: ...
+    def gate(self, x: Value, h: Value, w: WeightRef) -> Value: ...
     def add(self, target: Value, x: Value) -> None: ...
     def logits(self, x: Value, w: WeightRef) -> None: ...
 
@@ -221,8 +235,9 @@ class Family:
             shape, ggml_type = tensors[spec.name]
             if tuple(shape) != spec.shape:
                 raise ConfigError(f"tensor {spec.name} has shape {tuple(shape)}; the metadata says {spec.shape}")
-            if (len(shape) == 1 or spec.float32) and ggml_type != F32_TYPE:
-                what, which = ("vector", "norms and biases") if len(shape) == 1 else ("matrix", "taps of convolutions")
+            biases = spec.name.endswith(".bias")
+            if (len(shape) == 1 or biases or spec.float32) and ggml_type != F32_TYPE:
+                what, which = ("vector", "norms and biases") if len(shape) == 1 or biases else ("matrix", "taps of convolutions")
                 raise UnsupportedError(f"{what} {spec.name} has ggml type {ggml_type}; {which} must be F32")
 
 
@@ -270,7 +285,7 @@ def decoder_table(config: ModelConfig, layer: Mapping[str, tuple[int, ...]], bia
             for role, shape in layer.items():
                 yield TensorSpec(f"blk.{i}.{role}.weight", shape)
             for role, required in biased.items():
-                yield TensorSpec(f"blk.{i}.{role}.bias", layer[role][:1], optional=not required)
+                yield TensorSpec(f"blk.{i}.{role}.bias", layer[role][:-1], optional=not required)
 
     return tuple(specs())
 

@@ -201,7 +201,7 @@ def _view(item: Imported, shape: tuple[int, ...], sources: Sequence[StoredTensor
         raise CheckpointError(f"tensor {quote(_origin(item))} has shape {shape}; expected one to four sizes above zero")
     stored = {source.dtype for source in sources}
     kind = stored.pop() if len(stored) == 1 and stored <= FLOATS.keys() else "F32"
-    if len(shape) == 1 or KEPT_FLOAT.fullmatch(item.name):
+    if len(shape) == 1 or item.name.endswith(".bias") or KEPT_FLOAT.fullmatch(item.name):
         kind = "F32"
     elif matrices != "none" and shape[-1] % GGML_TYPES[TYPE_IDS[matrices.upper()]].block == 0:
         kind = matrices.upper()

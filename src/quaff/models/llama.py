@@ -1,15 +1,23 @@
-"""Llama: pre-norm decoder with grouped-query attention and a gated SiLU network (SmolLM2, Llama 2 and 3, Mistral and their kin)."""
+"""Llama: pre-norm decoder with grouped-query attention and a gated SiLU network (SmolLM2, Llama 2 and 3, Mistral) or experts (Mixtral)."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from functools import partial
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
 
 from quaff.config import MAX_SIZE, AttentionConfig, LayerConfig, ModelConfig
-from quaff.models.family import Builder, Family, HuggingFace, Tensors, TensorSpec, Weights, decoder_table, vocab_size
+from quaff.models.experts import (
+    MIXTRAL,
+    expert_count,
+    expert_ffn,
+    expert_roles,
+    experts_config,
+    imported_experts,
+    imported_experts_metadata,
+)
+from quaff.models.family import Builder, Family, HuggingFace, Imported, Tensors, TensorSpec, Weights, decoder_table, vocab_size
 from quaff.models.imported import IGNORED, decoder_metadata, decoder_tensors, rope_metadata, rope_parameters
 from quaff.models.metadata import MetadataReader, head_dim, model_name
 from quaff.models.rope import read_rope
@@ -18,17 +26,21 @@ from quaff.models.rope import read_rope
 BIASES = {"attn_q": False, "attn_k": False, "attn_v": False, "attn_output": False}
 
 
-def config(metadata: Mapping[str, Any], tensors: Tensors, architecture: str = "llama", interleaved: bool = True) -> ModelConfig:
+def config(
+    metadata: Mapping[str, Any], tensors: Tensors, architecture: str = "llama", interleaved: bool = True, normalise: bool = True
+) -> ModelConfig:
     m = MetadataReader(metadata, architecture)
-    c = read(m, metadata, tensors, architecture, interleaved)
+    c = read(m, metadata, tensors, architecture, interleaved, normalise)
     m.finish()
     return c
 
 
-def read(m: MetadataReader, metadata: Mapping[str, Any], tensors: Tensors, architecture: str, interleaved: bool) -> ModelConfig:
-    """The keys that Llama and its kin share. `interleaved`: the converter permutes q and k so that rotary pairs lie side by side."""
-    m.refuse_unless("expert_count", (0,), "mixture of experts")
-    m.refuse_unless("expert_used_count", (0,), "mixture of experts")
+def read(
+    m: MetadataReader, metadata: Mapping[str, Any], tensors: Tensors, architecture: str, interleaved: bool, normalise: bool = True
+) -> ModelConfig:
+    """The keys that Llama and its kin share. `interleaved`: the converter permutes q and k so that rotary pairs lie side by side.
+
+    `normalise`: whether the weights of a row's experts are made to sum to one, where the file says nothing."""
     m.refuse_unless("attention.causal", (True,), "attention without a causal mask")
     dim, heads, length = m.integer("embedding_length"), m.integer("attention.head_count"), m.integer("context_length")
     size, window = head_dim(m, dim, heads), m.integer("attention.sliding_window", 0)
@@ -36,12 +48,15 @@ def read(m: MetadataReader, metadata: Mapping[str, Any], tensors: Tensors, archi
     window = 0 if length <= window <= MAX_SIZE else window
     scale = float(np.float32(1 / np.sqrt(float(max(1, size)))))
     attention = AttentionConfig(heads, m.integer("attention.head_count_kv", heads), size, window, scale)
-    layer = LayerConfig("sliding" if window else "full", attention, read_rope(m, size, interleaved))
+    ffn_dim = m.integer("feed_forward_length")
+    experts = experts_config(m, normalise=normalise, ffn_dim=ffn_dim) if m.integer("expert_count", 0) else None
+    m.refuse_unless("expert_used_count", (experts.used if experts else 0,), "a number of experts used without experts")
+    layer = LayerConfig("sliding" if window else "full", attention, read_rope(m, size, interleaved), experts=experts)
     return ModelConfig(
         architecture=architecture,
         name=model_name(metadata),
         dim=dim,
-        ffn_dim=m.integer("feed_forward_length"),
+        ffn_dim=ffn_dim,
         vocab=vocab_size(metadata, tensors, m.integer("vocab_size", 0)),
         context_length=length,
         eps=m.number("attention.layer_norm_rms_epsilon"),
@@ -60,13 +75,17 @@ def table(c: ModelConfig, biased: Mapping[str, bool] = BIASES, qk_norm: bool = F
         "attn_v": (kv, c.dim),
         "attn_output": (c.dim, q),
         "ffn_norm": (c.dim,),
-        "ffn_gate": (c.ffn_dim, c.dim),
-        "ffn_up": (c.ffn_dim, c.dim),
-        "ffn_down": (c.dim, c.ffn_dim),
     }
     if qk_norm:
         layer |= {"attn_q_norm": (a.head_dim,), "attn_k_norm": (a.head_dim,)}
-    return decoder_table(c, layer, biased)
+    return decoder_table(c, layer | ffn_roles(c), biased)
+
+
+def ffn_roles(c: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Shapes of the matrices of a feed-forward network, or of a router and its experts, by role."""
+    if c.layers[0].experts:
+        return expert_roles(c)
+    return {"ffn_gate": (c.ffn_dim, c.dim), "ffn_up": (c.ffn_dim, c.dim), "ffn_down": (c.dim, c.ffn_dim)}
 
 
 def embed(g: Builder, c: ModelConfig, w: Weights) -> None:
@@ -83,6 +102,8 @@ def mixer(g: Builder, c: ModelConfig, layer: LayerConfig, w: Weights) -> None:
 
 
 def ffn(g: Builder, c: ModelConfig, layer: LayerConfig, w: Weights) -> None:
+    if layer.experts:
+        return expert_ffn(g, c, layer, w)
     h = g.rms_norm(g.residual, w.ffn_norm, c.eps)
     gate, up = g.linear(h, w.ffn_gate, w.ffn_up)
     g.residual += g.linear(g.swiglu(gate, up), w.ffn_down)
@@ -101,6 +122,16 @@ def imported_metadata(config: Mapping[str, Any], architecture: str = "llama", mo
     return decoder_metadata(config, architecture) | {f"{architecture}.{key}": value for key, value in keys.items()}
 
 
+def folder_metadata(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Of Llama or, with experts, Mixtral."""
+    return imported_metadata(config) | (imported_experts_metadata(config, "llama") if expert_count(config) else {})
+
+
+def folder_tensors(config: Mapping[str, Any]) -> Iterator[Imported]:
+    yield from decoder_tensors(config, interleaved=True)
+    yield from imported_experts(config, "block_sparse_moe", MIXTRAL) if expert_count(config) else ()
+
+
 FAMILY = Family(
     "llama",
     config,
@@ -110,6 +141,6 @@ FAMILY = Family(
     ffn,
     head,
     refused={},
-    huggingface=HuggingFace(("llama", "mistral"), imported_metadata, partial(decoder_tensors, interleaved=True), IGNORED),
+    huggingface=HuggingFace(("llama", "mistral", "mixtral"), folder_metadata, folder_tensors, IGNORED),
     oracle="transformers, llama.cpp",
 )

@@ -88,6 +88,14 @@ class MetadataReader:
             raise ConfigError(f"metadata key {full} {_fault(value)}; expected a finite number")
         return float(value)
 
+    def flag(self, key: str, default: bool) -> bool:
+        full, value = self._get(key)
+        if value is None:
+            return default
+        if not isinstance(value, bool):
+            raise ConfigError(f"metadata key {full} {_fault(value)}; expected true or false")
+        return value
+
     def text(self, key: str, default: str) -> str:
         full, value = self._get(key)
         if value is None:

@@ -48,7 +48,7 @@ class ResidentWeights:
         self.loaded_bytes += view.nbytes
         self._accountant.take(view.scratch_bytes, f"reading {what}")
         try:
-            if len(view.shape) == 1:
+            if len(view.shape) == 1 or view.name.endswith(".bias"):
                 values = np.array(view.data.view(np.float32))
                 if not np.isfinite(values).all():
                     raise CheckpointError(f"tensor {quote(view.name)} holds a value that is not finite; the file is damaged")

@@ -41,7 +41,7 @@ def test_same_arguments_same_bytes(tmp_path: Path, name: str, kind: str, tensor:
     assert hashlib.sha256(data).hexdigest() == DATA[name, kind, tensor]
 
 
-@pytest.mark.parametrize("name", ["tiny", "tiny-qwen2", "tiny-lfm2"])
+@pytest.mark.parametrize("name", ["tiny", "tiny-qwen2", "tiny-lfm2", "tiny-qwen3moe"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_both_readers_see_the_same_sound_model(tmp_path: Path, kind: str, name: str) -> None:
     path = tmp_path / "model.gguf"
@@ -61,15 +61,16 @@ def test_both_readers_see_the_same_sound_model(tmp_path: Path, kind: str, name: 
     for n, t in theirs.items():
         values = dequantize(t.data, t.tensor_type)
         assert np.isfinite(values).all(), n
-        if values.ndim == 2:  # deviation 1/sqrt(columns), or activations would grow or vanish with depth
-            assert 0.9 < values.std() * values.shape[1] ** 0.5 < 1.1, n
+        if values.ndim > 1:  # deviation 1/sqrt(columns), or activations would grow or vanish with depth
+            assert 0.9 < values.std() * values.shape[-1] ** 0.5 < 1.1, n
             assert abs(values.mean()) < 0.1 * values.std(), n
 
 
+@pytest.mark.parametrize("name", ["tiny-qwen2", "tiny-qwen3moe"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_logits_of_deep_random_models_are_sane(tmp_path: Path, kind: str) -> None:
+def test_logits_of_deep_random_models_are_sane(tmp_path: Path, kind: str, name: str) -> None:
     path = tmp_path / "model.gguf"
-    write_model(path, "tiny-qwen2", kind)
+    write_model(path, name, kind)
     with quaff.load(path) as llm:
         logits = llm.prefill(list(range(100)), logits="all").logits
     assert logits is not None

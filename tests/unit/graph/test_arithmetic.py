@@ -152,3 +152,29 @@ def test_rope_turns_pairs() -> None:
 def test_f16_clamps_and_rounds() -> None:
     x = np.array([1e9, -1e9, 65519, 2.0**-24, 2.0**-25, 3 * 2.0**-25, 1 + 2.0**-11], dtype=np.float32)
     assert f32.to_f16(x).astype(float).tolist() == [65504, -65504, 65504, 2.0**-24, 0, 2.0**-23, 1]
+
+
+def test_experts_are_chosen_by_score_then_number() -> None:
+    logits = np.array([[1.0, 3.0, -0.0, 3.0, 0.0, 2.0], [0.0, -0.0, 0.0, -0.0, 0.0, 0.0]], np.float32)
+    ids, w = f32.route(logits, None, (6, 3, 0, 1, 1, 1, 1), 1.0)
+    assert ids.tolist() == [[1, 3, 5], [0, 1, 2]]
+    assert w[0, 0] == w[0, 1] > w[0, 2] and np.allclose(w.sum(axis=1), 1, atol=1e-6)
+    unnormalised = f32.route(logits, None, (6, 3, 0, 0, 1, 1, 1), 1.0)[1]
+    assert np.allclose(unnormalised[0], np.exp([3, 3, 2]) / np.exp(logits[0]).sum(), rtol=1e-6)
+    chosen = f32.route(logits, None, (6, 3, 2, 0, 1, 1, 1), 2.0)[1]
+    assert np.allclose(chosen[0], 2 * np.exp([3, 3, 2]) / np.exp([3, 3, 2]).sum(), rtol=1e-6)
+
+
+def test_a_bias_chooses_but_does_not_weigh() -> None:
+    logits = np.array([[1.0, 3.0, 0.5, 2.0]], np.float32)
+    bias = np.array([0.0, -1.0, 1.0, 0.0], np.float32)
+    ids, w = f32.route(logits, bias, (4, 2, 1, 0, 1, 1, 1), 1.0)
+    assert ids.tolist() == [[2, 3]]
+    assert np.allclose(w[0], 1 / (1 + np.exp(-np.array([0.5, 2.0]))), rtol=1e-6)
+
+
+def test_experts_come_from_the_best_groups() -> None:
+    logits = np.array([[9.0, 0.0, 5.0, 5.0, 6.0, 3.0]], np.float32)
+    for top, expected in ((1, [0, 4]), (2, [2, 3])):
+        ids, _ = f32.route(logits, None, (6, 2, 2, 0, 3, 1 if top == 2 else 2, top), 1.0)
+        assert ids.tolist() == [expected], "by its best expert, or by its two best together"

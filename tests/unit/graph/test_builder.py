@@ -12,11 +12,11 @@ from quaff.config import ModelConfig
 from quaff.errors import ConfigError, UnsupportedError
 from quaff.graph.builder import Shared, StageBuilder, build_graph
 from quaff.graph.fuse import fuse, share_buffers
-from quaff.graph.program import F32, INT8, NONE, SCRATCH, Graph, Op, OpKind, ProgramSpec, visible_positions
+from quaff.graph.program import F32, INT8, NONE, SCRATCH, SLOT_F32, SLOT_INT8, Graph, Op, OpKind, ProgramSpec, visible_positions
 from quaff.models import family
 from quaff.models.family import Tensors, WeightRef
 
-IN_PLACE = (OpKind.ROPE, OpKind.SCALE, OpKind.UNIT_NORM, OpKind.DELTA_GATES)
+IN_PLACE = (OpKind.ROPE, OpKind.SCALE, OpKind.UNIT_NORM, OpKind.DELTA_GATES, OpKind.GATE)
 
 
 def load(path: Path, tiny: Tiny) -> tuple[ModelConfig, Tensors]:
@@ -106,6 +106,28 @@ def test_a_layer_keeps_keys_or_borrows_them(tmp_path: Path) -> None:
             g.attention(*arguments, config.layers[g.layer].attention)
     with pytest.raises(ConfigError, match="layer 2 has no keys and values"):
         borrowing.attention(borrowing.linear(borrowing.residual, WeightRef("w", (64, 64), False)), None, None, config.layers[3].attention)
+
+
+def test_a_mixture_routes_gathers_and_combines(tmp_path: Path) -> None:
+    ffn = graph(tmp_path, "qwen2moe").stages[2]
+    routed = "RMS_NORM LINEAR ROUTE GATHER EXPERT_LINEAR GLU EXPERT_LINEAR COMBINE"
+    assert kinds(ffn.program) == f"{routed} LINEAR GLU LINEAR GATE ADD"
+    tiny = CASES["qwen2moe"]
+    by_slots = [width for width, kind in ffn.program.buffers if kind in (SLOT_F32, SLOT_INT8)]
+    assert ffn.program.slots == tiny.used and {tiny.dim, tiny.expert_dim} <= set(by_slots)
+    assert ffn.experts == (tiny.experts, tiny.used)
+    assert ffn.expert_weights == tuple(f"blk.0.ffn_{r}_exps.weight" for r in ("gate", "up", "down"))
+    assert not {*ffn.expert_weights} & {*ffn.linear_weights, *ffn.small_weights}
+    assert ffn.macs_per_row == tiny.dim * (tiny.experts + 3 * tiny.used * tiny.expert_dim + 3 * tiny.shared_dim)
+    mixed = graph(tmp_path, "mixtral").stages[2]
+    assert kinds(mixed.program) == "RMS_NORM LINEAR ROUTE GATHER GATHER EXPERT_LINEAR GLU EXPERT_LINEAR COMBINE", "up is F16, gate is not"
+
+
+def test_a_quantised_router_is_refused(tmp_path: Path) -> None:
+    config, tensors = load(tmp_path, CASES["qwen3moe"])
+    name = "blk.0.ffn_gate_inp.weight"
+    with pytest.raises(UnsupportedError, match="router blk.0.ffn_gate_inp.weight is quantised"):
+        build_graph(config, family("qwen3moe"), {**tensors, name: (tensors[name][0], 8)})
 
 
 def test_unfused_is_one_op_per_step(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from tests.tiny import CASES, opened, prompt
 
-from quaff.config import DeltaConfig, LayerConfig
+from quaff.config import DeltaConfig, ExpertsConfig, LayerConfig
 from quaff.errors import PromptError
 from quaff.graph import reference
 from quaff.graph.builder import build_graph
@@ -52,7 +52,8 @@ def dense(m: Model, tokens: list[int]) -> F64:
     c = m.config
     w = {}
     for name, (shape, ggml_type) in m.tensors.items():
-        values = gguf.quants.dequantize(m.data[name], gguf.GGMLQuantizationType(ggml_type))
+        data = m.data[name].reshape(*shape[:-1], -1)
+        values = gguf.quants.dequantize(data, gguf.GGMLQuantizationType(ggml_type))
         w[name] = values.reshape(shape).astype(np.float64)
     n, gemma, qwen35 = len(tokens), c.architecture.startswith("gemma"), c.architecture == "qwen35"
     i, j = np.arange(n)[:, None], np.arange(n)[None, :]
@@ -145,8 +146,10 @@ def dense(m: Model, tokens: list[int]) -> F64:
         s = cap(np.einsum("ihd,jhd->hij", q, k) * {"granite": 0.125, "gemma4": 1.0}.get(c.architecture, q.shape[2] ** -0.5), a.softcap)
         hidden = (j > i) | ((j <= i - a.window) if a.window else False)
         s = np.where(hidden, -np.inf, s)
+        sinks = np.broadcast_to(w.get(f"{blk}attn_sinks.weight", np.full(a.heads, -np.inf))[:, None, None], (a.heads, n, 1))
+        s = np.concatenate([s, sinks], axis=2)
         p = np.exp(s - s.max(axis=-1, keepdims=True))
-        p /= p.sum(axis=-1, keepdims=True)
+        p = (p / p.sum(axis=-1, keepdims=True))[..., :-1]
         y = np.einsum("hij,jhd->ihd", p, v)
         return linear((y * sigmoid(gate) if qwen35 else y).reshape(n, -1), f"{blk}attn_output")
 
@@ -156,10 +159,15 @@ def dense(m: Model, tokens: list[int]) -> F64:
         blk = f"blk.{number}."
         h = norm(x, f"{blk}attn_norm.weight")
         y = short_conv(h, blk) if layer.kind == "conv" else delta_net(h, blk, layer.delta) if layer.delta else attention(h, blk, layer)
-        x = x + c.residual_scale * (y if qwen35 else norm(y, f"{blk}post_attention_norm.weight"))
-        h = norm(x, f"{blk}post_attention_norm.weight" if qwen35 else f"{blk}ffn_norm.weight")
-        gate, up = linear(h, f"{blk}ffn_gate"), linear(h, f"{blk}ffn_up")
-        y = linear((gelu(gate) if gemma else gate / (1 + np.exp(-gate))) * up, f"{blk}ffn_down")
+        # These two name the norm before the ffn after the attention that it follows.
+        named = c.architecture in ("qwen35", "gpt-oss")
+        x = x + c.residual_scale * (y if named else norm(y, f"{blk}post_attention_norm.weight"))
+        h = norm(x, f"{blk}post_attention_norm.weight" if named else f"{blk}ffn_norm.weight")
+        if layer.experts:
+            y = mixture(h, w, blk, layer.experts, clamped=c.architecture == "gpt-oss")
+        else:
+            gate, up = linear(h, f"{blk}ffn_gate"), linear(h, f"{blk}ffn_up")
+            y = linear((gelu(gate) if gemma else silu(gate)) * up, f"{blk}ffn_down")
         x = x + c.residual_scale * norm(y, f"{blk}post_ffw_norm.weight")
         if c.per_layer_dim:
             of_context = norm(linear(embedded, f"{blk}per_layer_model_proj") / np.sqrt(c.dim), "per_layer_proj_norm.weight")
@@ -171,6 +179,42 @@ def dense(m: Model, tokens: list[int]) -> F64:
     return cap(h @ w.get("output.weight", w["token_embd.weight"]).T * c.logit_scale, c.logit_softcap)
 
 
+def silu(x: F64) -> F64:
+    return x / (1 + np.exp(-x))
+
+
+def mixture(h: F64, w: dict[str, F64], blk: str, e: ExpertsConfig, clamped: bool) -> F64:
+    """Row by row, expert by expert."""
+
+    def expert(i: int, x: F64) -> F64:
+        gate, up = (w[f"{blk}ffn_{r}_exps.weight"][i] @ x + bias(f"ffn_{r}_exps", i) for r in ("gate", "up"))
+        if clamped:
+            gate, up = np.minimum(gate, 7.0), np.clip(up, -7.0, 7.0)
+            y = gate / (1 + np.exp(-1.702 * gate)) * (up + 1)
+        else:
+            y = silu(gate) * up
+        return w[f"{blk}ffn_down_exps.weight"][i] @ y + bias("ffn_down_exps", i)
+
+    def bias(role: str, i: int) -> F64 | float:
+        stack = w.get(f"{blk}{role}.bias")
+        return 0.0 if stack is None else stack[i]
+
+    s = h @ w[f"{blk}ffn_gate_inp.weight"].T + w.get(f"{blk}ffn_gate_inp.bias", 0.0)
+    p = np.exp(s - s.max(axis=1, keepdims=True))
+    p /= p.sum(axis=1, keepdims=True)
+    out = np.zeros_like(h)
+    for row, scores in enumerate(p):
+        best = np.argsort(scores)[-e.used :]
+        for i in best:
+            share = scores[i] / (scores[best].sum() if e.normalise else 1.0)
+            out[row] += share * expert(i, h[row])
+    if e.shared_ffn_dim:
+        gate, up, down = (w[f"{blk}ffn_{role}_shexp.weight"] for role in ("gate", "up", "down"))
+        opening = 1 / (1 + np.exp(-(h @ w[f"{blk}ffn_gate_inp_shexp.weight"])))
+        out += opening[:, None] * ((silu(h @ gate.T) * (h @ up.T)) @ down.T)
+    return out
+
+
 def cosine(a: NDArray[Any], b: F64) -> F64:
     a = a.astype(np.float64)
     return (a * b).sum(axis=1) / np.sqrt((a**2).sum(axis=1) * (b**2).sum(axis=1))
@@ -179,11 +223,14 @@ def cosine(a: NDArray[Any], b: F64) -> F64:
 def test_agrees_with_a_textbook_transformer(model: Model) -> None:
     tokens = prompt(model.config.vocab, 100)
     exact = dense(model, tokens)
-    assert cosine(model.reference("float32").run(tokens)[0], exact).min() > 0.99998
-    close = cosine(model.reference("int8").run(tokens)[0], exact)
-    # What a delta rule gives is brought to one length per head: where it is near zero, the errors of int8 grow with it.
-    mean, least = (0.99, 0.85) if model.config.architecture == "qwen35" else (0.999, 0.99)
-    assert close.mean() > mean and close.min() > least
+    exactly, close = (cosine(model.reference(activations).run(tokens)[0], exact) for activations in ("float32", "int8"))
+    if model.config.layers[0].experts:  # a row for which two experts were nearly equal may have taken the other one
+        assert np.median(exactly) > 0.99999 and np.median(close) > 0.998
+    else:
+        assert exactly.min() > 0.99998
+        # What a delta rule gives is brought to one length per head: where it is near zero, the errors of int8 grow with it.
+        mean, least = (0.99, 0.85) if model.config.architecture == "qwen35" else (0.999, 0.99)
+        assert close.mean() > mean and close.min() > least
 
 
 @pytest.mark.parametrize("activations", ["int8", "float32"])

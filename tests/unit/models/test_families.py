@@ -65,6 +65,21 @@ def deepseek2(tmp_path_factory: pytest.TempPathFactory) -> tuple[Metadata, dict[
     return read(CASES["deepseek2"].write(tmp_path_factory.mktemp("tiny") / "deepseek2.gguf"))[:2]
 
 
+@pytest.fixture(scope="module")
+def qwen2moe(tmp_path_factory: pytest.TempPathFactory) -> tuple[Metadata, dict[str, tuple[tuple[int, ...], int]]]:
+    return read(CASES["qwen2moe"].write(tmp_path_factory.mktemp("tiny") / "qwen2moe.gguf"))[:2]
+
+
+@pytest.fixture(scope="module")
+def qwen3moe(tmp_path_factory: pytest.TempPathFactory) -> tuple[Metadata, dict[str, tuple[tuple[int, ...], int]]]:
+    return read(CASES["qwen3moe"].write(tmp_path_factory.mktemp("tiny") / "qwen3moe.gguf"))[:2]
+
+
+@pytest.fixture(scope="module", name="gpt-oss")
+def gptoss(tmp_path_factory: pytest.TempPathFactory) -> tuple[Metadata, dict[str, tuple[tuple[int, ...], int]]]:
+    return read(CASES["gpt-oss"].write(tmp_path_factory.mktemp("tiny") / "gptoss.gguf"))[:2]
+
+
 def refused(error: type[QuaffError], match: str, metadata: Metadata, tensors: Tensors) -> None:
     with pytest.raises(error, match=match) as caught:
         f = family(metadata["general.architecture"])
@@ -73,7 +88,7 @@ def refused(error: type[QuaffError], match: str, metadata: Metadata, tensors: Te
 
 
 def test_unknown_architecture_is_named_with_the_known_ones() -> None:
-    with pytest.raises(UnsupportedError, match="'mamba'.*gemma2, gemma3, gemma4, granite"):
+    with pytest.raises(UnsupportedError, match="'mamba'.*gemma3, gemma4, gpt-oss, granite, lfm2, llama"):
         family("mamba")
 
 
@@ -104,6 +119,37 @@ def test_qwen2_is_llama_with_other_pairs_and_biases_that_must_be_there(qwen2: tu
     assert (f.mixer, f.ffn, f.head) == (FAMILIES["llama"].mixer, FAMILIES["llama"].ffn, FAMILIES["llama"].head)
     refused(ConfigError, "unexpected tensor 'blk.0.attn_output.bias'", metadata, {**tensors, "blk.0.attn_output.bias": ((96,), 0)})
     refused(UnsupportedError, "blk.1.attn_k.bias has ggml type 1", metadata, {**tensors, "blk.1.attn_k.bias": ((32,), 1)})
+
+
+def test_mixtures(tmp_path: Path) -> None:
+    experts = {}
+    for name in ("mixtral", "qwen2moe", "qwen3moe"):
+        metadata, tensors, _ = read(CASES[name].write(tmp_path / "m.gguf"))
+        c = family(CASES[name].architecture).config(metadata, tensors)
+        assert c.layers[0].experts is not None
+        experts[name] = c.layers[0].experts
+    e = experts["mixtral"]
+    assert (e.count, e.used, e.ffn_dim, e.shared_ffn_dim, e.scoring, e.normalise) == (5, 2, 96, 0, "softmax", True)
+    e = experts["qwen2moe"]
+    assert (e.count, e.used, e.ffn_dim, e.shared_ffn_dim, e.normalise) == (7, 3, 32, 64, False)
+    key = "qwen3moe.expert_gating_func"
+    refused(UnsupportedError, "gating function 9", {**metadata, key: 9}, tensors)
+    c = family("qwen3moe").config(
+        {**metadata, key: 2, "qwen3moe.expert_weights_norm": False, "qwen3moe.expert_weights_scale": 2.5}, tensors
+    )
+    e = c.layers[0].experts
+    assert e is not None and (e.scoring, e.normalise, e.scale) == ("sigmoid", False, 2.5)
+    refused(ConfigError, "17 experts of 16", {**metadata, "qwen3moe.expert_used_count": 17}, tensors)
+    without = {k: v for k, v in metadata.items() if k != "qwen3moe.expert_count"}
+    refused(UnsupportedError, "experts used without experts", without, tensors)
+    refused(
+        ConfigError,
+        "missing tensor blk.1.ffn_up_exps.weight",
+        metadata,
+        {k: v for k, v in tensors.items() if k != "blk.1.ffn_up_exps.weight"},
+    )
+    shape, kind = tensors["blk.0.ffn_down_exps.weight"]
+    refused(ConfigError, "blk.0.ffn_down_exps.weight has shape", metadata, {**tensors, "blk.0.ffn_down_exps.weight": (shape[1:], kind)})
 
 
 def test_gemma3_conventions(gemma3: tuple[Metadata, Tensors]) -> None:
@@ -167,7 +213,8 @@ def test_missing_and_absurd_metadata(key: str, architecture: str, files: dict[st
         ({"rope.scaling.type": "longrope"}, ConfigError, "needs the tensors rope_factors_long.weight"),
         ({"rope.scaling.factor": -4.0}, ConfigError, "scaling factor"),
         ({"vocab_size": 301}, ConfigError, "300 rows.*301"),
-        ({"expert_count": 8}, UnsupportedError, "mixture of experts"),
+        ({"expert_count": 8}, ConfigError, "llama.expert_used_count is missing"),
+        ({"expert_used_count": 2}, UnsupportedError, "experts used without experts"),
         ({"attention.causal": False}, UnsupportedError, "causal"),
         ({"logit_scale": 2.0}, UnsupportedError, "'llama.logit_scale' is not known"),
         ({"embedding_length": 66, "attention.key_length": 0, "attention.value_length": 0}, ConfigError, "does not divide"),
