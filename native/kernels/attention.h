@@ -337,6 +337,7 @@ template <class V> static void attend_f32(const AttendArgs* args) {
         one.q += t;
         one.out += t;
         one.position += t;
+        one.sink = one.sink ? one.sink + t : nullptr;
         AttendTile<V, 1, float> tile;
         tile.load(one);
         for (auto [p, past] = pages_seen(one); p < past; ++p) {

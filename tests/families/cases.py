@@ -116,6 +116,47 @@ QWEN3_MOE = settings(
     rope_theta=1e6,
     tie_word_embeddings=True,
 )
+GPT_OSS = settings(
+    "gpt_oss",
+    "GptOssForCausalLM",
+    num_hidden_layers=4,
+    num_local_experts=6,
+    num_experts_per_tok=2,
+    sliding_window=40,
+    intermediate_size=64,
+    attention_bias=True,
+    max_position_embeddings=2048,
+    rope_theta=None,
+    rope_parameters={
+        "rope_type": "yarn",
+        "rope_theta": 172250.0,
+        "factor": 32.0,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "truncate": False,
+        # Its ramp ends at a whole frequency, which llama.cpp would round to.
+        "original_max_position_embeddings": 128,
+    },
+)
+GPT_OSS_LAYER: Shapes = {
+    "self_attn.sinks": (6,),
+    "mlp.router.weight": (6, 96),
+    "mlp.router.bias": (6,),
+    "mlp.experts.gate_up_proj": (6, 96, 128),
+    "mlp.experts.gate_up_proj_bias": (6, 128),
+    "mlp.experts.down_proj": (6, 64, 96),
+    "mlp.experts.down_proj_bias": (6, 96),
+}
+GPT_OSS_SHAPES = decoder(GPT_OSS, ATTENTION | NORMS, biased=tuple(ATTENTION)) | {
+    f"model.layers.{i}.{name}": shape for i in range(4) for name, shape in GPT_OSS_LAYER.items()
+}
+# A residual that is large beside what experts add, as in a trained model: int8 errors then rarely change a row's choice of experts.
+GPT_OSS_VALUES = {
+    r".*embed_tokens.*": (0.0, 1.0),
+    r".*router\.weight": (0.0, 0.2),
+    r".*sinks": (0.0, 1.0),
+    r".*_bias": (0.0, 0.1),
+}
 PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 # Experts that differ for a row.
 ROUTER = {r".*\.gate\.weight": (0.0, 0.2)}
@@ -377,6 +418,7 @@ FAMILIES: dict[str, TinyHF] = {
         seed=21,
     ),
     "qwen3moe": TinyHF(QWEN3_MOE, decoder(QWEN3_MOE, ATTENTION | NORMS | QK_NORMS) | mixture(QWEN3_MOE, "mlp", PROJECTIONS), ROUTER, 22),
+    "gpt-oss": TinyHF(GPT_OSS, GPT_OSS_SHAPES, GPT_OSS_VALUES, seed=26),
     "gemma3": TinyHF(GEMMA3, decoder(GEMMA3, ATTENTION | GATED | GEMMA_NORMS), {".*norm.weight": (0.0, 0.2)}, seed=3),
     "lfm2": TinyHF(LFM2, LFM2_SHAPES, {".*embed_tokens.*": (0.0, 0.4)}, seed=20),
     "qwen35": TinyHF(QWEN35, QWEN35_SHAPES, QWEN35_VALUES, seed=21),

@@ -18,7 +18,7 @@ from quaff.models.experts import (
     imported_experts_metadata,
 )
 from quaff.models.family import Builder, Family, HuggingFace, Imported, Tensors, TensorSpec, Weights, decoder_table, vocab_size
-from quaff.models.imported import IGNORED, decoder_metadata, decoder_tensors, rope_metadata, rope_parameters
+from quaff.models.imported import IGNORED, decoder_metadata, decoder_tensors, expect, rope_metadata, rope_parameters
 from quaff.models.metadata import MetadataReader, head_dim, model_name
 from quaff.models.rope import read_rope
 
@@ -124,7 +124,10 @@ def imported_metadata(config: Mapping[str, Any], architecture: str = "llama", mo
 
 def folder_metadata(config: Mapping[str, Any]) -> dict[str, Any]:
     """Of Llama or, with experts, Mixtral."""
-    return imported_metadata(config) | (imported_experts_metadata(config, "llama") if expert_count(config) else {})
+    if not expert_count(config):
+        return imported_metadata(config)
+    expect(config, "sliding_window", (), "Mixtral with sliding windows")
+    return imported_metadata(config) | imported_experts_metadata(config, "llama")
 
 
 def folder_tensors(config: Mapping[str, Any]) -> Iterator[Imported]:
