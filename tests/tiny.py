@@ -94,7 +94,7 @@ class Tiny:
             norms = {"attn_norm": d, "post_attention_norm": d, "attn_sinks": self.heads}
         if self.shared_dim:
             norms["ffn_gate_inp_shexp"] = d
-        if self.architecture in ("gemma3", "qwen3", "qwen3moe"):
+        if self.architecture in ("gemma3", "qwen3", "qwen3moe", "mellum"):
             norms |= {"attn_q_norm": self.head_dim, "attn_k_norm": self.head_dim}
         if self.architecture == "olmo2":
             norms |= {"attn_q_norm": self.heads * self.head_dim, "attn_k_norm": self.kv_heads * self.head_dim}
@@ -512,6 +512,17 @@ CASES: dict[str, Tiny] = {
     "mixtral": Tiny(experts=5, used=2, types={"": "Q4_0", "ffn_down_exps": "Q8_0", "ffn_up_exps": "F16"}, vocab=306, seed=8),
     "qwen2moe": Tiny("qwen2moe", heads=4, kv_heads=1, dim=96, experts=7, used=3, expert_dim=32, shared_dim=64, types={"": "Q5_1"}, seed=9),
     "qwen3moe": Tiny("qwen3moe", layers=3, dim=64, experts=16, used=4, expert_dim=48, types={"": "Q8_0", "ffn_down_exps": "F32"}, seed=10),
+    "mellum": Tiny(
+        "mellum",
+        layers=4,
+        window=24,
+        experts=9,
+        used=3,
+        expert_dim=32,
+        types={"": "Q4_1"},
+        keys={"rope.freq_base_swa": 1e4, "attention.sliding_window_pattern": [True, False, True, True]},
+        seed=12,
+    ),
     "gpt-oss": Tiny(
         "gpt-oss",
         layers=4,

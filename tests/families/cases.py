@@ -150,6 +150,22 @@ GPT_OSS_LAYER: Shapes = {
 GPT_OSS_SHAPES = decoder(GPT_OSS, ATTENTION | NORMS, biased=tuple(ATTENTION)) | {
     f"model.layers.{i}.{name}": shape for i in range(4) for name, shape in GPT_OSS_LAYER.items()
 }
+MELLUM = settings(
+    "mellum",
+    "MellumForCausalLM",
+    num_hidden_layers=4,
+    num_experts=8,
+    num_experts_per_tok=3,
+    moe_intermediate_size=64,
+    norm_topk_prob=True,
+    sliding_window=40,
+    layer_types=["sliding_attention", "full_attention", "sliding_attention", "sliding_attention"],
+    rope_theta=None,
+    rope_parameters={
+        "full_attention": {"rope_type": "default", "rope_theta": 500000.0},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+    },
+)
 # A residual that is large beside what experts add, as in a trained model: int8 errors then rarely change a row's choice of experts.
 GPT_OSS_VALUES = {
     r".*embed_tokens.*": (0.0, 1.0),
@@ -418,6 +434,7 @@ FAMILIES: dict[str, TinyHF] = {
         seed=21,
     ),
     "qwen3moe": TinyHF(QWEN3_MOE, decoder(QWEN3_MOE, ATTENTION | NORMS | QK_NORMS) | mixture(QWEN3_MOE, "mlp", PROJECTIONS), ROUTER, 22),
+    "mellum": TinyHF(MELLUM, decoder(MELLUM, ATTENTION | NORMS | QK_NORMS) | mixture(MELLUM, "mlp", PROJECTIONS), ROUTER, 24),
     "gpt-oss": TinyHF(GPT_OSS, GPT_OSS_SHAPES, GPT_OSS_VALUES, seed=26),
     "gemma3": TinyHF(GEMMA3, decoder(GEMMA3, ATTENTION | GATED | GEMMA_NORMS), {".*norm.weight": (0.0, 0.2)}, seed=3),
     "lfm2": TinyHF(LFM2, LFM2_SHAPES, {".*embed_tokens.*": (0.0, 0.4)}, seed=20),

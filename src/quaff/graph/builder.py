@@ -179,9 +179,7 @@ class StageBuilder:
         self._emit(OpKind.ROPE, (x.buffer,), (x.buffer,), ints=ints)
         return x
 
-    def attention(
-        self, q: Value, k: Value | None, v: Value | None, attention: AttentionConfig, sinks: WeightRef | None = None
-    ) -> Value:
+    def attention(self, q: Value, k: Value | None, v: Value | None, attention: AttentionConfig, sinks: WeightRef | None = None) -> Value:
         """Over the layer's own keys and values, or without any over those of the layer that `kv_layer` names.
 
         `sinks`: a score for each head that takes part in the softmax and has no value.

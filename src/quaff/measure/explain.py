@@ -16,7 +16,7 @@ from quaff.graph.program import Graph
 from quaff.measure import counted
 from quaff.measure.bench import Plan, Progress, Result, Stand
 from quaff.measure.forecast import Trial, forecast, total
-from quaff.measure.memory import bytes_per_weight, packed_bytes
+from quaff.measure.memory import bytes_per_weight, packed_sizes
 from quaff.measure.roofline import EFFICIENCY, Bound, Ceilings, bound
 from quaff.measure.table import Column, markdown
 from quaff.models import read_model
@@ -98,7 +98,7 @@ def explain(checkpoint: Checkpoint, tokens: int, ceilings: Ceilings, chunk: int 
     graph = build_graph(model.config, model.family, tensors)
     if tokens > graph.config.context_length:
         raise PromptError(f"the prompt has {tokens} tokens, the model's context is {graph.config.context_length} tokens")
-    packed = {name: packed_bytes(shape, kind) for name, (shape, kind) in tensors.items()}
+    packed = packed_sizes(tensors)
     stages = stage_costs(graph, packed, graph.config.vocab)
     weight_bytes = sum(packed.values())
     trial = Trial(prompt=tokens)

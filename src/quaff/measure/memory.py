@@ -20,6 +20,11 @@ def packed_bytes(shape: tuple[int, ...], ggml_type: int) -> int:
     return prod(shape[:-2]) * _native.packed_bytes(ggml_type, shape[-2], shape[-1])
 
 
+def packed_sizes(tensors: Tensors) -> dict[str, int]:
+    """`packed_bytes` by name; a bias is a vector whatever its shape."""
+    return {name: 4 * prod(shape) if name.endswith(".bias") else packed_bytes(shape, kind) for name, (shape, kind) in tensors.items()}
+
+
 @dataclass(frozen=True, slots=True)
 class MemoryNeed:
     """Bytes: packed weights, KV state of 1,024 positions (with the recurrent state before and after a step), and scratch of the engine's
@@ -49,12 +54,13 @@ def memory_need(graph: Graph, tensors: Tensors, chunk: int = 512) -> MemoryNeed:
         positions = min(1024, kind.window + 64 + rows) if kind.window else 1024
         kv += len(kind.layers) * kind.kv_heads * (kind.dim + kind.value_dim) * 2 * positions
     scratch = graph.scratch_bytes(rows, min(chunk, rows)) + 4 * graph.config.vocab
-    return MemoryNeed(sum(packed_bytes(shape, kind) for shape, kind in tensors.values()), kv, scratch, rows, chunk)
+    return MemoryNeed(sum(packed_sizes(tensors).values()), kv, scratch, rows, chunk)
 
 
 def bytes_per_weight(tensors: Tensors) -> float:
     """Packed bytes of all matrices over their number of values."""
-    matrices = [(shape, kind) for shape, kind in tensors.values() if len(shape) > 1 and shape[0] > 1]
+    named = ((shape, kind) for name, (shape, kind) in tensors.items() if not name.endswith(".bias"))
+    matrices = [(shape, kind) for shape, kind in named if len(shape) > 1 and shape[-2] > 1]
     return sum(packed_bytes(shape, kind) for shape, kind in matrices) / max(1, sum(prod(shape) for shape, _ in matrices))
 
 

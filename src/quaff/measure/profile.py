@@ -100,6 +100,8 @@ def op_name(stage: StageSpec, op: Op) -> str:
         return f"attention, window {op.ints[5]}" if op.ints[5] else "attention"
     if op.kind == OpKind.LINEAR and stage.kind == "head":
         return "head"
+    if op.kind == OpKind.GLU and _by_slots(stage, op.inputs[0]):
+        return "experts activation"
     if op.kind == OpKind.EXPERT_LINEAR:
         roles = [_short(stage.weights[slot]).removeprefix("ffn ").removesuffix(" exps") for slot in op.weights[: op.ints[0]]]
         return "experts " + "+".join(roles)
@@ -116,7 +118,7 @@ def op_name(stage: StageSpec, op: Op) -> str:
         OpKind.QUANTIZE: "quantize",
         OpKind.ROPE: "rope",
         OpKind.KV_WRITE: "KV write",
-        OpKind.GLU: "experts activation" if _by_slots(stage, op.inputs[0]) else "ffn activation",
+        OpKind.GLU: "ffn activation",
         OpKind.ADD: "residual add",
         OpKind.CONV: "convolution",
         OpKind.SPLIT: "split",

@@ -20,6 +20,7 @@ from quaff.models import (
     granite,
     lfm2,
     llama,
+    mellum,
     mistral3,
     olmo2,
     phi3,
@@ -53,6 +54,7 @@ FAMILIES: dict[str, Family] = {
         qwen2moe,
         qwen3moe,
         gptoss,
+        mellum,
     )
 }
 

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from quaff.config import ExpertsConfig, LayerConfig, ModelConfig, Scoring
-from quaff.errors import ConfigError, UnsupportedError
+from quaff.errors import UnsupportedError
 from quaff.models.family import Builder, Imported, Value, Weights
 from quaff.models.imported import Array, expect
 from quaff.models.metadata import MetadataReader
@@ -47,11 +47,8 @@ def experts_config(
     )
 
 
-def expert_roles(c: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Shapes of a layer's router and experts by role, in place of the dense network's."""
-    e = c.layers[0].experts
-    if e is None:
-        raise ConfigError("the model has no experts")
+def expert_roles(c: ModelConfig, e: ExpertsConfig, gated: bool = True) -> dict[str, tuple[int, ...]]:
+    """Shapes of a layer's router and experts by role, in place of the dense network's. `gated`: a shared expert has a gate."""
     roles: dict[str, tuple[int, ...]] = {
         "ffn_gate_inp": (e.count, c.dim),
         "ffn_gate_exps": (e.count, e.ffn_dim, c.dim),
@@ -59,8 +56,8 @@ def expert_roles(c: ModelConfig) -> dict[str, tuple[int, ...]]:
         "ffn_down_exps": (e.count, c.dim, e.ffn_dim),
     }
     if e.shared_ffn_dim:
+        roles |= {"ffn_gate_inp_shexp": (c.dim,)} if gated else {}
         roles |= {
-            "ffn_gate_inp_shexp": (c.dim,),
             "ffn_gate_shexp": (e.shared_ffn_dim, c.dim),
             "ffn_up_shexp": (e.shared_ffn_dim, c.dim),
             "ffn_down_shexp": (c.dim, e.shared_ffn_dim),

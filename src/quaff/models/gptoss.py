@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from quaff.config import AttentionConfig, LayerConfig, ModelConfig
 from quaff.models import llama
-from quaff.models.experts import expert_roles, experts_config
+from quaff.models.experts import experts_config
 from quaff.models.family import Builder, Family, HuggingFace, Imported, Tensors, TensorSpec, Weights, decoder_table, vocab_size
 from quaff.models.imported import DECODER, IGNORED, Array, decoder_metadata, decoder_tensors, expect, rope_metadata, rope_parameters
 from quaff.models.metadata import MetadataReader, head_dim, model_name
@@ -59,7 +59,7 @@ def table(c: ModelConfig) -> tuple[TensorSpec, ...]:
         "attn_output": (c.dim, q),
         "attn_sinks": (a.heads,),
         "post_attention_norm": (c.dim,),
-    } | expert_roles(c)
+    } | llama.ffn_roles(c)
     matrices = ("attn_q", "attn_k", "attn_v", "attn_output", "ffn_gate_inp", "ffn_gate_exps", "ffn_up_exps", "ffn_down_exps")
     return decoder_table(c, layer, dict.fromkeys(matrices, True))
 

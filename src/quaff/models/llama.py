@@ -83,8 +83,8 @@ def table(c: ModelConfig, biased: Mapping[str, bool] = BIASES, qk_norm: bool = F
 
 def ffn_roles(c: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Shapes of the matrices of a feed-forward network, or of a router and its experts, by role."""
-    if c.layers[0].experts:
-        return expert_roles(c)
+    if (experts := c.layers[0].experts) is not None:
+        return expert_roles(c, experts)
     return {"ffn_gate": (c.ffn_dim, c.dim), "ffn_up": (c.ffn_dim, c.dim), "ffn_down": (c.dim, c.ffn_dim)}
 
 

@@ -82,3 +82,30 @@ def test_a_counter_that_differs_would_be_seen(path: Path) -> None:
 def test_a_prompt_longer_than_the_context_is_refused(path: Path) -> None:
     with pytest.raises(PromptError, match="4097 tokens, the model's context is 4096"):
         explained(path, 4097)
+
+
+def test_a_mixture_gains_from_rows_that_share_experts(tmp_path: Path) -> None:
+    """Predicted by the union of what rows choose; measured bytes lie near it, and every other counter is exact."""
+    path = CASES["qwen3moe"].write(tmp_path / "mixture.gguf")
+    told = explained(path, 300, chunk=20)
+    token, chunk, layer = told.costs
+    assert told.mixture is not None and (told.mixture.experts, told.mixture.used) == (16, 4)
+    assert (token.cell_rows, chunk.cell_rows, layer.cell_rows) == (1, 20, 300)
+    assert told.mixture.touched(1) == pytest.approx(4) and 15.9 < told.mixture.touched(20) < 16
+    assert token.counters.expert_bytes_touched > 3 * chunk.counters.expert_bytes_touched > 9 * layer.counters.expert_bytes_touched
+    assert all(0 < cost.shared_weight_share < 0.5 for cost in told.costs)
+    text = explain_markdown(told)
+    assert "a row goes through 4 of 16 experts" in text and "chunk in cells of 20 rows reads 15.9 of them" in text
+    with load(path, threads=1, chunk=20) as llm:
+        ran = run(llm, told, 1)
+    for cost in ran.costs:
+        assert cost.measured is not None and cost.measured.counters.fixed == cost.counters.fixed
+        assert cost.measured.counters.expert_bytes_touched == pytest.approx(cost.counters.expert_bytes_touched, rel=0.1)
+    shown = explain_markdown(ran)
+    assert "≈" in shown and "≠" not in shown
+    assert explain_json(ran)["schedules"][1]["experts_per_cell"] == pytest.approx(15.95, abs=0.05)
+
+
+def test_a_dense_model_has_no_experts_to_share(path: Path) -> None:
+    told = explained(path, 100)
+    assert told.mixture is None and all(cost.shared_weight_share == 1 for cost in told.costs) and "experts" not in explain_markdown(told)

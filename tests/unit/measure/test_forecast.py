@@ -11,7 +11,7 @@ from tests.tiny import CASES
 from quaff import LLM, load
 from quaff.graph.program import OpKind
 from quaff.measure.bench import Plan, Stand, check_trials
-from quaff.measure.forecast import Trial, forecast, linear_macs, total
+from quaff.measure.forecast import LINEAR, Trial, forecast, linear_macs, total
 from quaff.measure.profile import BETWEEN, op_name, profile
 from quaff.measure.roofline import DRAM, NOTHING, Ceilings, Level
 from quaff.schedule import Order
@@ -139,3 +139,12 @@ def test_states_and_sequences_are_given_back(llm: LLM) -> None:
         list(stand.run(CEILINGS))
         assert llm.engine.cache.sequences > before
     assert llm.engine.cache.sequences == before
+
+
+def test_ops_of_a_mixture_have_names_and_share_out_its_products(tmp_path: Path) -> None:
+    with load(CASES["qwen2moe"].write(tmp_path / "mixture.gguf"), threads=1) as mixture:
+        names = {op_name(stage, op) for stage in mixture.graph.stages for op in stage.program.ops}
+        assert {"router", "choice of experts", "rows to experts", "experts gate+up", "experts activation", "experts down"} <= names
+        assert {"experts together", "ffn gate shexp+up shexp", "ffn down shexp", "gate of the shared expert"} <= names
+        for stage in mixture.graph.stages:
+            assert sum(linear_macs(mixture.graph, stage, op) for op in stage.program.ops if op.kind in LINEAR) == stage.macs_per_row

@@ -8,7 +8,7 @@ from tests.tiny import CASES
 
 from quaff import _native, load
 from quaff.checkpoint import GGML_TYPES, open_checkpoint
-from quaff.measure.memory import memory_need, packed_bytes
+from quaff.measure.memory import memory_need, packed_bytes, packed_sizes
 
 
 @pytest.mark.parametrize("kind", GGML_TYPES.values(), ids=lambda kind: kind.name)
@@ -31,3 +31,11 @@ def test_scratch_is_what_the_engine_takes_for_a_long_prompt(tmp_path: Path) -> N
         logits = 4 * llm.config.vocab  # given back with the step
         assert (need.rows, need.chunk) == (2048, 512)
         assert llm.accountant.used_bytes == need.weight_bytes + need.scratch_bytes - logits
+
+
+@pytest.mark.parametrize("name", ["qwen2moe", "gpt-oss"])
+def test_experts_are_packed_one_by_one(name: str, tmp_path: Path) -> None:
+    with load(CASES[name].write(tmp_path / "tiny.gguf"), threads=1) as llm:
+        with open_checkpoint(llm.path) as checkpoint:
+            tensors = {name: (view.shape, view.ggml_type) for name, view in checkpoint.tensors.items()}
+        assert sum(packed_sizes(tensors).values()) == llm.weight_bytes

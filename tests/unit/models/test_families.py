@@ -75,6 +75,11 @@ def qwen3moe(tmp_path_factory: pytest.TempPathFactory) -> tuple[Metadata, dict[s
     return read(CASES["qwen3moe"].write(tmp_path_factory.mktemp("tiny") / "qwen3moe.gguf"))[:2]
 
 
+@pytest.fixture(scope="module")
+def mellum(tmp_path_factory: pytest.TempPathFactory) -> tuple[Metadata, dict[str, tuple[tuple[int, ...], int]]]:
+    return read(CASES["mellum"].write(tmp_path_factory.mktemp("tiny") / "mellum.gguf"))[:2]
+
+
 @pytest.fixture(scope="module", name="gpt-oss")
 def gptoss(tmp_path_factory: pytest.TempPathFactory) -> tuple[Metadata, dict[str, tuple[tuple[int, ...], int]]]:
     return read(CASES["gpt-oss"].write(tmp_path_factory.mktemp("tiny") / "gptoss.gguf"))[:2]
