@@ -47,6 +47,15 @@ def test_paths_run_in_different_ways_and_agree(llm: LLM) -> None:
     assert isas == set(_native.available_isas()) - {_native.isa()}
 
 
+@pytest.mark.parametrize("name", {tiny.architecture: name for name, tiny in reversed(CASES.items())}.values())
+def test_every_family_agrees(name: str, tmp_path: Path) -> None:
+    with load(CASES[name].write(tmp_path / "tiny.gguf"), threads=2, chunk=32) as llm:
+        outcomes = list(Verifier(llm, 100).run())
+        assert len(outcomes) >= 12 and verdict(outcomes).equal
+        llm.engine.sweep()
+        assert llm.engine.cache.sequences == 0 and not any(llm.engine.cache.states.slots_in_use)
+
+
 def test_everything_is_given_back(llm: LLM) -> None:
     before = llm.accountant.used_bytes, llm.engine.cache.sequences, _native.isa(), llm.threads
     list(Verifier(llm, TOKENS).run())
