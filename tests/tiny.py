@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -178,33 +178,47 @@ class Tiny:
 
 @dataclass(frozen=True)
 class TinyLfm2(Tiny):
-    """Short convolutions of `taps` taps in all layers but `attends`."""
+    """Short convolutions of `taps` taps in all layers but `attends`; the first `dense` layers have no experts."""
 
     architecture: str = "lfm2"
     layers: int = 4
     attends: tuple[int, ...] = (1,)
     taps: int = 3
+    dense: int = 0
 
     def tensors(self) -> dict[str, tuple[tuple[int, ...], str]]:
         d, out = self.dim, {}
+        plain = replace(self, experts=0).tensors() if self.experts else {}
         for name, tensor in super().tensors().items():
+            _, layer, role, *_ = [*name.split("."), "", ""]
+            number = int(layer) if layer.isdigit() else -1
             if name == "output_norm.weight":
                 out["token_embd_norm.weight"] = tensor
-                continue
-            _, layer, role, *_ = [*name.split("."), "", ""]
-            if not layer.isdigit() or int(layer) in self.attends or role not in ("attn_q", "attn_k", "attn_v", "attn_output"):
-                out[name] = tensor
-            elif role == "attn_q":
+            elif role == "attn_q" and number not in self.attends:
                 out[f"blk.{layer}.shortconv.in_proj.weight"] = ((3 * d, d), self._type("in_proj"))
                 out[f"blk.{layer}.shortconv.conv.weight"] = ((d, self.taps), "F32")
                 out[f"blk.{layer}.shortconv.out_proj.weight"] = ((d, d), self._type("out_proj"))
-        for layer in self.attends:
-            out |= {f"blk.{layer}.{role}.weight": ((self.head_dim,), "F32") for role in ("attn_q_norm", "attn_k_norm")}
+            elif role == "ffn_gate_inp" and number < self.dense:
+                out |= {n: plain[n] for n in (f"blk.{layer}.ffn_{part}.weight" for part in ("gate", "up", "down"))}
+            elif role == "ffn_gate_inp":
+                out |= {name: tensor, f"blk.{layer}.exp_probs_b.bias": ((self.experts,), "F32")}
+            elif not self._left_out(role, number):
+                out[name] = tensor
+        for i in self.attends:
+            out |= {f"blk.{i}.{role}.weight": ((self.head_dim,), "F32") for role in ("attn_q_norm", "attn_k_norm")}
         return out
+
+    def _left_out(self, role: str, layer: int) -> bool:
+        if role.startswith("attn_") and role != "attn_norm":
+            return layer not in self.attends
+        return role.endswith("_exps") and layer < self.dense
 
     def metadata(self) -> dict[str, Any]:
         heads = [self.kv_heads if i in self.attends else 0 for i in range(self.layers)]
-        return super().metadata() | {"lfm2.attention.head_count_kv": heads, "lfm2.shortconv.l_cache": self.taps}
+        keys: dict[str, Any] = {"attention.head_count_kv": heads, "shortconv.l_cache": self.taps}
+        if self.experts:
+            keys |= {"leading_dense_block_count": self.dense, "expert_gating_func": 2}
+        return super().metadata() | {f"{self.architecture}.{key}": value for key, value in keys.items()}
 
 
 @dataclass(frozen=True)
@@ -288,7 +302,8 @@ class TinyQwen35(Tiny):
         d, values, out = self.dim, self.value_heads * self.value_dim, {}
         qkv = 2 * self.key_heads * self.key_dim + values
         recurrent = {"attn_qkv": (qkv, d), "attn_gate": (values, d), "ssm_out": (d, values)}
-        recurrent |= {"ssm_alpha": (self.value_heads, d), "ssm_beta": (self.value_heads, d)}
+        joined = self.architecture == "qwen3next"
+        recurrent |= {f"ssm_{gate}": ((1 + joined) * self.value_heads, d) for gate in (("ba",) if joined else ("alpha", "beta"))}
         for name, (shape, kind) in super().tensors().items():
             _, layer, role, *_ = [*name.split("."), "", ""]
             attends = layer.isdigit() and (int(layer) + 1) % self.interval == 0
@@ -315,7 +330,7 @@ class TinyQwen35(Tiny):
             "ssm.state_size": self.key_dim,
             "ssm.time_step_rank": self.value_heads,
         }
-        return super().metadata() | {f"qwen35.{key}": value for key, value in keys.items()}
+        return super().metadata() | {f"{self.architecture}.{key}": value for key, value in keys.items()}
 
 
 @dataclass(frozen=True)
@@ -552,6 +567,9 @@ CASES: dict[str, Tiny] = {
         seed=30,
     ),
     "qwen35": TinyQwen35(types={"": "Q8_0", "attn_qkv": "Q4_0"}, seed=10),
+    "lfm2moe": TinyLfm2("lfm2moe", dense=1, experts=6, used=2, expert_dim=32, types={"": "Q8_0", "ffn_up_exps": "Q4_0"}, seed=12),
+    "qwen35moe": TinyQwen35("qwen35moe", layers=3, experts=8, used=3, expert_dim=32, shared_dim=64, types={"": "Q8_0"}, seed=13),
+    "qwen3next": TinyQwen35("qwen3next", layers=3, interval=3, experts=6, used=2, expert_dim=64, shared_dim=32, seed=14),
     "qwen35-odd": TinyQwen35(
         dim=96, heads=6, kv_heads=1, head_dim=16, layers=5, interval=3, value_heads=2, value_dim=80, types=MIXED, seed=11
     ),

@@ -412,6 +412,48 @@ DEEPSEEK_V3 = latent("deepseek_v3", "DeepseekV3ForCausalLM", rope_theta=None, ro
 GLM_LITE = latent("glm4_moe_lite", "Glm4MoeLiteForCausalLM", first_k_dense_replace=None, mlp_layer_types=["dense"] * 3)
 KIMI_K2 = latent("kimi_k2", "DeepseekV3ForCausalLM", num_attention_heads=4, num_key_value_heads=4, rope_theta=50000.0)
 
+LFM2_MOE = LFM2 | {
+    "architectures": ["Lfm2MoeForCausalLM"],
+    "model_type": "lfm2_moe",
+    "num_dense_layers": 1,
+    "num_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 64,
+    "use_expert_bias": True,
+    "norm_topk_prob": True,
+}
+del LFM2_MOE["block_auto_adjust_ff_dim"]
+
+
+def lfm2_moe() -> Shapes:
+    """Layers from the second on have experts, chosen with a bias, in place of the dense network."""
+    shapes = {name: shape for name, shape in LFM2_SHAPES.items() if ".feed_forward." not in name or ".layers.0." in name}
+    routed = mixture(LFM2_MOE, "feed_forward", ("w1", "w3", "w2"))
+    routed |= {f"model.layers.{i}.feed_forward.expert_bias": (6,) for i in range(LFM2_MOE["num_hidden_layers"])}
+    return shapes | {name: shape for name, shape in routed.items() if ".layers.0." not in name}
+
+
+QWEN35_EXPERTS = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 64, "shared_expert_intermediate_size": 32}
+QWEN35_MOE = QWEN35 | QWEN35_EXPERTS | {"architectures": ["Qwen3_5MoeForCausalLM"], "model_type": "qwen3_5_moe_text"}
+QWEN3_NEXT = QWEN35 | QWEN35_EXPERTS | {"architectures": ["Qwen3NextForCausalLM"], "model_type": "qwen3_next", "norm_topk_prob": True}
+QWEN3_NEXT_DELTA = QWEN35_DELTA | {"linear_attn.in_proj_qkvz.weight": (512, 96), "linear_attn.in_proj_ba.weight": (12, 96)}
+for name in ("qkv", "z", "a", "b"):
+    del QWEN3_NEXT_DELTA[f"linear_attn.in_proj_{name}.weight"]
+
+
+def qwen35_moe() -> Shapes:
+    """The experts of a layer in one tensor, gates above ups."""
+    mixers = {"linear_attention": QWEN35_DELTA, "full_attention": QWEN35_ATTENTION}
+    shapes = layers_of(QWEN35_MOE, NORMS, mixers) | mixture(QWEN35_MOE, "mlp", PROJECTIONS, shared=True)
+    shapes = {name: shape for name, shape in shapes.items() if ".experts." not in name}
+    for i in range(QWEN35_MOE["num_hidden_layers"]):
+        shapes |= {f"model.layers.{i}.mlp.experts.gate_up_proj": (8, 128, 96), f"model.layers.{i}.mlp.experts.down_proj": (8, 96, 64)}
+    return shapes
+
+
+QWEN3_NEXT_MIXERS = {"linear_attention": QWEN3_NEXT_DELTA, "full_attention": QWEN35_ATTENTION}
+QWEN3_NEXT_SHAPES = layers_of(QWEN3_NEXT, NORMS, QWEN3_NEXT_MIXERS) | mixture(QWEN3_NEXT, "mlp", PROJECTIONS, shared=True)
+
 FAMILIES: dict[str, TinyHF] = {
     "gemma4": TinyHF(GEMMA4, gemma4(GEMMA4), {r".*layer_scalar": (0.8, 0.1), r".*\.[qk]_norm\.weight": (0.4, 0.1)}, seed=19),
     "llama3": TinyHF(LLAMA3, decoder(LLAMA3, ATTENTION | GATED | NORMS), seed=10),
@@ -443,4 +485,7 @@ FAMILIES: dict[str, TinyHF] = {
     "deepseek-v3": TinyHF(DEEPSEEK_V3, latent_decoder(DEEPSEEK_V3), seed=21),
     "glm-4.7-flash": TinyHF(GLM_LITE, latent_decoder(GLM_LITE), seed=22),
     "kimi-k2": TinyHF(KIMI_K2, latent_decoder(KIMI_K2), seed=23),
+    "lfm2moe": TinyHF(LFM2_MOE, lfm2_moe(), {".*embed_tokens.*": (0.0, 0.4)} | ROUTER, seed=23),
+    "qwen35moe": TinyHF(QWEN35_MOE, qwen35_moe(), QWEN35_VALUES | ROUTER, seed=24),
+    "qwen3next": TinyHF(QWEN3_NEXT, QWEN3_NEXT_SHAPES, QWEN35_VALUES | ROUTER, seed=25),
 }

@@ -19,6 +19,7 @@ from quaff.models import (
     gptoss,
     granite,
     lfm2,
+    lfm2moe,
     llama,
     mellum,
     mistral3,
@@ -28,7 +29,9 @@ from quaff.models import (
     qwen2moe,
     qwen3,
     qwen3moe,
+    qwen3next,
     qwen35,
+    qwen35moe,
     smollm3,
 )
 from quaff.models.family import F32_TYPE, Family, Tensors, in_config
@@ -49,7 +52,10 @@ FAMILIES: dict[str, Family] = {
         gemma3,
         gemma4,
         lfm2,
+        lfm2moe,
         qwen35,
+        qwen35moe,
+        qwen3next,
         deepseek2,
         qwen2moe,
         qwen3moe,

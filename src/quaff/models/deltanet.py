@@ -38,10 +38,13 @@ def delta_tensors(c: ModelConfig, d: DeltaConfig, taps: int) -> dict[str, tuple[
     }
 
 
-def delta_net(g: Builder, c: ModelConfig, d: DeltaConfig, w: Weights, h: Value, gates: Callable[[], tuple[Value, Value]]) -> Value:
-    """`gates`: emits what decides, for every value head, how much of its state is kept and how far it steps."""
+def delta_net(g: Builder, c: ModelConfig, d: DeltaConfig, w: Weights, h: Value) -> Value:
     qkv, z = g.linear(h, w.attn_qkv, w.attn_gate)
-    alpha, beta = gates()
+    if "ssm_ba" in w:
+        share = d.value_heads // d.key_heads
+        beta, alpha = g.split(g.linear(h, w.ssm_ba), d.key_heads, share, share)
+    else:
+        alpha, beta = g.linear(h, w.ssm_alpha, w.ssm_beta)
     keys = d.key_heads * d.key_dim
     q, k, v = g.split(g.conv(qkv, w["ssm_conv1d.weight"]), 1, keys, keys, d.value_heads * d.value_dim)
     q = g.unit_norm(q, d.key_dim, c.eps, float(np.float32(1 / np.sqrt(float(d.key_dim)))))

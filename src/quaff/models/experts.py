@@ -66,7 +66,11 @@ def expert_roles(c: ModelConfig, e: ExpertsConfig, gated: bool = True) -> dict[s
 
 
 def expert_ffn(g: Builder, c: ModelConfig, layer: LayerConfig, w: Weights) -> None:
-    h = g.rms_norm(g.residual, w.ffn_norm, c.eps)
+    mixture(g, layer, w, g.rms_norm(g.residual, w.ffn_norm, c.eps))
+
+
+def mixture(g: Builder, layer: LayerConfig, w: Weights, h: Value) -> None:
+    """Adds what the experts make of `h`, and the shared one where there is one."""
     g.residual += routed(g, layer, w, h)
     if "ffn_gate_shexp" in w:
         gate, up = g.linear(h, w.ffn_gate_shexp, w.ffn_up_shexp)

@@ -10,35 +10,39 @@ import numpy as np
 from quaff.config import AttentionConfig, LayerConfig, ModelConfig
 from quaff.errors import ConfigError
 from quaff.models import llama
+from quaff.models.experts import expert_roles, experts_config
 from quaff.models.family import Builder, Family, HuggingFace, Imported, Tensors, TensorSpec, Weights, vocab_size
-from quaff.models.imported import Array, decoder_metadata, decoder_tensors, expect, rope_metadata, rope_parameters
+from quaff.models.imported import decoder_metadata, decoder_tensors, expect, heads_of, rope_metadata, rope_parameters
 from quaff.models.metadata import MetadataReader, head_dim, model_name
 from quaff.models.rope import read_rope
 
 
-def config(metadata: Mapping[str, Any], tensors: Tensors) -> ModelConfig:
-    m = MetadataReader(metadata, "lfm2")
+def config(metadata: Mapping[str, Any], tensors: Tensors, architecture: str = "lfm2") -> ModelConfig:
+    m = MetadataReader(metadata, architecture)
     dim, heads, layers = m.integer("embedding_length"), m.integer("attention.head_count"), m.layers()
     size, taps = head_dim(m, dim, heads), m.integer("shortconv.l_cache")
     rope = read_rope(m, size, interleaved=False, default_theta=None)
     # A layer without KV heads is a convolution.
     kv_heads = m.per_layer("attention.head_count_kv", layers)
     if not any(kv_heads):
-        raise ConfigError("lfm2.attention.head_count_kv gives no layer any heads")
+        raise ConfigError(f"{architecture}.attention.head_count_kv gives no layer any heads")
+    dense = m.integer("leading_dense_block_count", layers)
+    mixture = experts_config(m, "sigmoid") if dense < layers else None
 
-    def layer(heads_kv: int) -> LayerConfig:
+    def layer(i: int, heads_kv: int) -> LayerConfig:
+        experts = mixture if i >= dense else None
         attention = AttentionConfig(heads, heads_kv or max(kv_heads), size, 0, float(np.float32(1 / np.sqrt(float(size)))))
-        return LayerConfig("full", attention, rope) if heads_kv else LayerConfig("conv", attention, rope, taps)
+        return LayerConfig("full" if heads_kv else "conv", attention, rope, conv_taps=0 if heads_kv else taps, experts=experts)
 
     c = ModelConfig(
-        architecture="lfm2",
+        architecture=architecture,
         name=model_name(metadata),
         dim=dim,
         ffn_dim=m.integer("feed_forward_length"),
         vocab=vocab_size(metadata, tensors, m.integer("vocab_size", 0)),
         context_length=m.integer("context_length"),
         eps=m.number("attention.layer_norm_rms_epsilon"),
-        layers=tuple(layer(n) for n in kv_heads),
+        layers=tuple(layer(i, n) for i, n in enumerate(kv_heads)),
     )
     m.finish()
     return c
@@ -52,6 +56,8 @@ def table(c: ModelConfig) -> tuple[TensorSpec, ...]:
         for i, layer in enumerate(c.layers):
             for role, shape in roles(c, layer).items():
                 yield TensorSpec(f"blk.{i}.{role}.weight", shape, float32=role == "shortconv.conv")
+            if layer.experts:
+                yield TensorSpec(f"blk.{i}.exp_probs_b.bias", (layer.experts.count,), optional=True)
 
     return tuple(specs())
 
@@ -59,10 +65,13 @@ def table(c: ModelConfig) -> tuple[TensorSpec, ...]:
 def roles(c: ModelConfig, layer: LayerConfig) -> dict[str, tuple[int, ...]]:
     """Shapes of a layer's weights."""
     shapes: dict[str, tuple[int, ...]] = {"attn_norm": (c.dim,), "ffn_norm": (c.dim,)}
-    shapes |= {"ffn_gate": (c.ffn_dim, c.dim), "ffn_up": (c.ffn_dim, c.dim), "ffn_down": (c.dim, c.ffn_dim)}
+    if layer.experts:
+        shapes |= expert_roles(c, layer.experts)
+    else:
+        shapes |= {"ffn_gate": (c.ffn_dim, c.dim), "ffn_up": (c.ffn_dim, c.dim), "ffn_down": (c.dim, c.ffn_dim)}
     if layer.kind == "conv":
-        shapes |= {"shortconv.in_proj": (3 * c.dim, c.dim), "shortconv.out_proj": (c.dim, c.dim)}
-        return shapes | {"shortconv.conv": (c.dim, layer.conv_taps)}
+        inner = {"in_proj": (3 * c.dim, c.dim), "conv": (c.dim, layer.conv_taps), "out_proj": (c.dim, c.dim)}
+        return shapes | {f"shortconv.{part}": shape for part, shape in inner.items()}
     a = layer.attention
     q, kv = a.heads * a.head_dim, a.kv_heads * a.head_dim
     shapes |= {"attn_q": (q, c.dim), "attn_k": (kv, c.dim), "attn_v": (kv, c.dim), "attn_output": (c.dim, q)}
@@ -103,43 +112,36 @@ MODULES = {
 }
 
 
-def imported_metadata(config: Mapping[str, Any]) -> dict[str, Any]:
+def imported_metadata(config: Mapping[str, Any], architecture: str = "lfm2") -> dict[str, Any]:
     expect(config, "conv_bias", (False,), "a convolution with biases")
     layers = config["num_hidden_layers"]
     attends = config.get("full_attn_idxs", range(layers))
     types = config.get("layer_types") or ["full_attention" if i in attends else "conv" for i in range(layers)]
-    kv_heads = config.get("num_key_value_heads") or config["num_attention_heads"]
     rope = rope_metadata(rope_parameters(config, theta=1e6))
     keys = rope | {
         "feed_forward_length": _ffn_dim(config),
-        "attention.head_count_kv": [kv_heads if kind == "full_attention" else 0 for kind in types],
+        "attention.head_count_kv": [heads_of(config)[1] if kind == "full_attention" else 0 for kind in types],
         "shortconv.l_cache": config.get("conv_L_cache", 3),
         "vocab_size": config["vocab_size"],
     }
-    base = decoder_metadata({**config, "rms_norm_eps": config["norm_eps"], "intermediate_size": 0}, "lfm2")
-    return base | {f"lfm2.{key}": value for key, value in keys.items()}
+    base = decoder_metadata({**config, "rms_norm_eps": config["norm_eps"], "intermediate_size": 0}, architecture)
+    return base | {f"{architecture}.{key}": value for key, value in keys.items()}
 
 
 def _ffn_dim(config: Mapping[str, Any]) -> int:
-    # As transformers' Lfm2MLP: two thirds of what is stated, times a factor, rounded up.
     size = int(config.get("block_ff_dim") or config["intermediate_size"])
-    if config.get("block_auto_adjust_ff_dim", True):
-        size, step = int(2 * size / 3), int(config.get("block_multiple_of", 256))
-        size = int(config.get("block_ffn_dim_multiplier", 1.0) * size)
-        size = -(-size // step) * step
-    return size
-
-
-def taps(w: Array) -> Array:
-    """A depthwise kernel [channels, 1, taps] without its middle dimension."""
-    return w[:, 0]
+    if not config.get("block_auto_adjust_ff_dim", config["model_type"] == "lfm2"):
+        return size
+    # As transformers' Lfm2MLP: two thirds of what is stated, times a factor, rounded up.
+    step = int(config.get("block_multiple_of", 256))
+    return -(-int(config.get("block_ffn_dim_multiplier", 1.0) * int(2 * size / 3)) // step) * step
 
 
 def imported_tensors(config: Mapping[str, Any]) -> Iterator[Imported]:
     yield from decoder_tensors(config, MODULES)
     yield Imported("token_embd_norm.weight", ("model.embedding_norm.weight",))
     for i in range(config["num_hidden_layers"]):
-        yield Imported(f"blk.{i}.shortconv.conv.weight", (f"model.layers.{i}.conv.conv.weight",), taps)
+        yield Imported(f"blk.{i}.shortconv.conv.weight", (f"model.layers.{i}.conv.conv.weight",), lambda w: w[:, 0])
 
 
 FAMILY = Family(

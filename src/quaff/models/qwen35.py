@@ -1,4 +1,4 @@
-"""Qwen3.5 without experts: three layers of gated delta rule to one of gated attention with partial rotary embeddings."""
+"""Qwen3.5: three layers of gated delta rule to one of gated attention with partial rotary embeddings; dense, or a mixture of experts."""
 
 from __future__ import annotations
 
@@ -11,30 +11,33 @@ from quaff.config import AttentionConfig, LayerConfig, ModelConfig
 from quaff.errors import ConfigError
 from quaff.models import llama
 from quaff.models.deltanet import delta_config, delta_imported, delta_metadata, delta_net, delta_tensors
+from quaff.models.experts import experts_config, mixture
 from quaff.models.family import Builder, Family, HuggingFace, Imported, Tensors, TensorSpec, Weights, vocab_size
 from quaff.models.imported import DECODER, decoder_metadata, decoder_tensors, expect, heads_of, rope_metadata, rope_parameters
 from quaff.models.metadata import MetadataReader, head_dim, model_name
 from quaff.models.rope import read_rope
 
 
-def config(metadata: Mapping[str, Any], tensors: Tensors) -> ModelConfig:
-    m = MetadataReader(metadata, "qwen35")
-    m.refuse_unless("expert_count", (0,), "mixture of experts")
+def config(metadata: Mapping[str, Any], tensors: Tensors, architecture: str = "qwen35", tiled: bool = True) -> ModelConfig:
+    """`tiled`: the converter lays value heads out so that they take key heads by turns."""
+    m = MetadataReader(metadata, architecture)
     dim, heads, layers = m.integer("embedding_length"), m.integer("attention.head_count"), m.layers()
     size, interval = head_dim(m, dim, heads), m.integer("full_attention_interval", 4)
     # Rows, columns and time of a text are one position: its sections turn as one.
     m.per_layer("rope.dimension_sections", 4, default=0)
     rope = read_rope(m, size, interleaved=False, default_theta=None)
     if interval < 1:
-        raise ConfigError("qwen35.full_attention_interval is 0; expected how many layers one attends of")
+        raise ConfigError(f"{architecture}.full_attention_interval is 0; expected how many layers one attends of")
+    experts = experts_config(m) if architecture != "qwen35" else None
     attention = AttentionConfig(heads, m.integer("attention.head_count_kv", heads), size, 0, float(np.float32(1 / np.sqrt(float(size)))))
-    full = LayerConfig("full", attention, rope)
-    recurrent = LayerConfig("delta", attention, rope, m.integer("ssm.conv_kernel"), delta_config(m, tiled=True))
+    full = LayerConfig("full", attention, rope, experts=experts)
+    taps, delta = m.integer("ssm.conv_kernel"), delta_config(m, tiled)
+    recurrent = LayerConfig("delta", attention, rope, conv_taps=taps, delta=delta, experts=experts)
     c = ModelConfig(
-        architecture="qwen35",
+        architecture=architecture,
         name=model_name(metadata),
         dim=dim,
-        ffn_dim=m.integer("feed_forward_length"),
+        ffn_dim=m.integer("feed_forward_length", experts.ffn_dim if experts else None),
         vocab=vocab_size(metadata, tensors, m.integer("vocab_size", 0)),
         context_length=m.integer("context_length"),
         eps=m.number("attention.layer_norm_rms_epsilon"),
@@ -45,7 +48,7 @@ def config(metadata: Mapping[str, Any], tensors: Tensors) -> ModelConfig:
 
 
 def table(c: ModelConfig) -> tuple[TensorSpec, ...]:
-    ffn = {"ffn_gate.weight": (c.ffn_dim, c.dim), "ffn_up.weight": (c.ffn_dim, c.dim), "ffn_down.weight": (c.dim, c.ffn_dim)}
+    ffn = {f"{role}.weight": shape for role, shape in llama.ffn_roles(c).items()}
     norms = {"attn_norm.weight": (c.dim,), "post_attention_norm.weight": (c.dim,)}
 
     def specs() -> Iterator[TensorSpec]:
@@ -61,8 +64,10 @@ def table(c: ModelConfig) -> tuple[TensorSpec, ...]:
 
 def mixer_tensors(c: ModelConfig, layer: LayerConfig) -> dict[str, tuple[int, ...]]:
     if d := layer.delta:
-        gates = (d.value_heads, c.dim)
-        return {"ssm_alpha.weight": gates, "ssm_beta.weight": gates} | delta_tensors(c, d, layer.conv_taps)
+        # Qwen3-Next keeps the gates of a key head's value heads together: steps, then decays.
+        joined = c.architecture == "qwen3next"
+        gates = {"ssm_ba.weight": 2} if joined else {"ssm_alpha.weight": 1, "ssm_beta.weight": 1}
+        return {name: (n * d.value_heads, c.dim) for name, n in gates.items()} | delta_tensors(c, d, layer.conv_taps)
     a = layer.attention
     q, kv = a.heads * a.head_dim, a.kv_heads * a.head_dim
     return {
@@ -78,7 +83,7 @@ def mixer_tensors(c: ModelConfig, layer: LayerConfig) -> dict[str, tuple[int, ..
 def mixer(g: Builder, c: ModelConfig, layer: LayerConfig, w: Weights) -> None:
     h = g.rms_norm(g.residual, w.attn_norm, c.eps)
     if layer.delta:
-        g.residual += delta_net(g, c, layer.delta, w, h, lambda: g.linear(h, w.ssm_alpha, w.ssm_beta))
+        g.residual += delta_net(g, c, layer.delta, w, h)
         return
     a = layer.attention
     both, k, v = g.linear(h, w.attn_q, w.attn_k, w.attn_v)
@@ -90,6 +95,8 @@ def mixer(g: Builder, c: ModelConfig, layer: LayerConfig, w: Weights) -> None:
 
 def ffn(g: Builder, c: ModelConfig, layer: LayerConfig, w: Weights) -> None:
     h = g.rms_norm(g.residual, w.post_attention_norm, c.eps)
+    if layer.experts:
+        return mixture(g, layer, w, h)
     gate, up = g.linear(h, w.ffn_gate, w.ffn_up)
     g.residual += g.linear(g.swiglu(gate, up), w.ffn_down)
 
@@ -101,7 +108,7 @@ ROLES = {role: module for role, module in DECODER.items() if role != "ffn_norm"}
 }
 
 
-def imported_metadata(config: Mapping[str, Any]) -> dict[str, Any]:
+def imported_metadata(config: Mapping[str, Any], architecture: str = "qwen35") -> dict[str, Any]:
     expect(config, "attention_bias", (False,), "attention with biases")
     interval = config.get("full_attention_interval", 4)
     layers, size = config["num_hidden_layers"], heads_of(config)[2]
@@ -118,7 +125,9 @@ def imported_metadata(config: Mapping[str, Any]) -> dict[str, Any]:
             "full_attention_interval": interval,
         }
     )
-    return decoder_metadata(config, "qwen35") | {f"qwen35.{key}": value for key, value in keys.items()}
+    # A mixture in every layer leaves no dense network.
+    base = decoder_metadata({"intermediate_size": config.get("moe_intermediate_size"), **config}, architecture)
+    return base | {f"{architecture}.{key}": value for key, value in keys.items()}
 
 
 def imported_tensors(config: Mapping[str, Any]) -> Iterator[Imported]:

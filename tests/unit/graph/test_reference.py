@@ -55,7 +55,7 @@ def dense(m: Model, tokens: list[int]) -> F64:
         data = m.data[name].reshape(*shape[:-1], -1)
         values = gguf.quants.dequantize(data, gguf.GGMLQuantizationType(ggml_type))
         w[name] = values.reshape(shape).astype(np.float64)
-    n, gemma, qwen35 = len(tokens), c.architecture.startswith("gemma"), c.architecture == "qwen35"
+    n, gemma, qwen35 = len(tokens), c.architecture.startswith("gemma"), any(layer.delta for layer in c.layers)
     i, j = np.arange(n)[:, None], np.arange(n)[None, :]
 
     def norm(x: F64, name: str) -> F64:
@@ -98,14 +98,20 @@ def dense(m: Model, tokens: list[int]) -> F64:
         return linear(gate * causal(b * z, w[f"{blk}shortconv.conv.weight"]), f"{blk}shortconv.out_proj")
 
     def delta_net(h: F64, blk: str, d: DeltaConfig) -> F64:
-        keys = d.key_heads * d.key_dim
+        keys, key_heads = d.key_heads * d.key_dim, np.arange(d.value_heads)
+        key_heads = key_heads % d.key_heads if d.tiled else key_heads * d.key_heads // d.value_heads
         z = causal(linear(h, f"{blk}attn_qkv"), w[f"{blk}ssm_conv1d.weight"])
         q, k, v = np.split(z * sigmoid(z), [keys, 2 * keys], axis=1)
-        q, k = (t.reshape(n, d.key_heads, -1)[:, np.arange(d.value_heads) % d.key_heads] for t in (q, k))
+        q, k = (t.reshape(n, d.key_heads, -1)[:, key_heads] for t in (q, k))
         q, k = (t / np.sqrt((t**2).sum(-1, keepdims=True) + c.eps) for t in (q, k))
         v, out = v.reshape(n, d.value_heads, -1), []
-        decay = np.exp(w[f"{blk}ssm_a"] * np.log1p(np.exp(linear(h, f"{blk}ssm_alpha") + w[f"{blk}ssm_dt.bias"])))
-        beta, state = sigmoid(linear(h, f"{blk}ssm_beta")), np.zeros((d.value_heads, d.key_dim, d.value_dim))
+        if c.architecture == "qwen3next":
+            b, a = np.split(linear(h, f"{blk}ssm_ba").reshape(n, d.key_heads, -1), 2, axis=2)
+            b, a = b.reshape(n, -1), a.reshape(n, -1)
+        else:
+            b, a = linear(h, f"{blk}ssm_beta"), linear(h, f"{blk}ssm_alpha")
+        decay = np.exp(w[f"{blk}ssm_a"] * np.log1p(np.exp(a + w[f"{blk}ssm_dt.bias"])))
+        beta, state = sigmoid(b), np.zeros((d.value_heads, d.key_dim, d.value_dim))
         for row in range(n):
             state = state * decay[row, :, None, None]
             wrong = v[row] - np.einsum("hij,hi->hj", state, k[row])
@@ -160,7 +166,7 @@ def dense(m: Model, tokens: list[int]) -> F64:
         h = norm(x, f"{blk}attn_norm.weight")
         y = short_conv(h, blk) if layer.kind == "conv" else delta_net(h, blk, layer.delta) if layer.delta else attention(h, blk, layer)
         # These two name the norm before the ffn after the attention that it follows.
-        named = c.architecture in ("qwen35", "gpt-oss")
+        named = qwen35 or c.architecture == "gpt-oss"
         x = x + c.residual_scale * (y if named else norm(y, f"{blk}post_attention_norm.weight"))
         h = norm(x, f"{blk}post_attention_norm.weight" if named else f"{blk}ffn_norm.weight")
         if layer.experts:
@@ -175,7 +181,7 @@ def dense(m: Model, tokens: list[int]) -> F64:
             y = linear(gelu(linear(x, f"{blk}inp_gate")) * (of_context + of_token) / np.sqrt(2), f"{blk}proj")
             x = x + norm(y, f"{blk}post_norm.weight")
         x = x * layer.output_scale
-    h = norm(x, "token_embd_norm.weight" if c.architecture == "lfm2" else "output_norm.weight")
+    h = norm(x, "token_embd_norm.weight" if c.architecture.startswith("lfm2") else "output_norm.weight")
     return cap(h @ w.get("output.weight", w["token_embd.weight"]).T * c.logit_scale, c.logit_softcap)
 
 
@@ -201,10 +207,11 @@ def mixture(h: F64, w: dict[str, F64], blk: str, e: ExpertsConfig, clamped: bool
 
     s = h @ w[f"{blk}ffn_gate_inp.weight"].T + w.get(f"{blk}ffn_gate_inp.bias", 0.0)
     p = np.exp(s - s.max(axis=1, keepdims=True))
-    p /= p.sum(axis=1, keepdims=True)
+    p = 1 / (1 + np.exp(-s)) if e.scoring == "sigmoid" else p / p.sum(axis=1, keepdims=True)
+    preferred = w.get(f"{blk}exp_probs_b.bias", np.zeros(e.count))
     out = np.zeros_like(h)
     for row, scores in enumerate(p):
-        best = np.argsort(scores)[-e.used :]
+        best = np.argsort(scores + preferred)[-e.used :]
         for i in best:
             share = scores[i] / (scores[best].sum() if e.normalise else 1.0)
             out[row] += share * expert(i, h[row])
@@ -224,7 +231,7 @@ def test_agrees_with_a_textbook_transformer(model: Model) -> None:
     tokens = prompt(model.config.vocab, 100)
     exact = dense(model, tokens)
     exactly, close = (cosine(model.reference(activations).run(tokens)[0], exact) for activations in ("float32", "int8"))
-    if model.config.layers[0].experts:  # a row for which two experts were nearly equal may have taken the other one
+    if any(layer.experts for layer in model.config.layers):  # a row for which two experts were nearly equal may have taken the other one
         assert np.median(exactly) > 0.99999 and np.median(close) > 0.998
     else:
         assert exactly.min() > 0.99998
