@@ -30,7 +30,8 @@ PIECE_BYTES = 8 << 20
 class Shape:
     """Sizes of a decoder with a tied embedding, of an architecture that is Llama's but for biases on q, k and v (qwen2), or for QK-norms
     and short convolutions in all layers but `attends` (lfm2), or for QK-norms and `experts` experts of width `ffn_dim`, `used` of them for
-    a token (qwen3moe)."""
+    a token (qwen3moe), or for gated attention in every fourth layer and gated delta rules of `delta_heads` heads in the others (qwen35).
+    """
 
     dim: int
     ffn_dim: int
@@ -46,6 +47,7 @@ class Shape:
     taps: int = 3
     experts: int = 0
     used: int = 0
+    delta_heads: int = 0
 
 
 SHAPES = {
@@ -55,6 +57,9 @@ SHAPES = {
     "tiny-lfm2": Shape(256, 512, 4, 4, 2, 64, 512, 1e6, 512, "lfm2", (1,)),
     "lfm2-350m": Shape(1024, 4608, 16, 16, 8, 64, 65536, 1e6, 128000, "lfm2", (2, 5, 8, 10, 12, 14)),
     "tiny-qwen2": Shape(256, 512, 28, 4, 2, 64, 512, 1e6, 512, "qwen2"),
+    "tiny-qwen35": Shape(256, 512, 4, 4, 2, 64, 512, 1e7, 512, "qwen35", taps=4, delta_heads=8),
+    # As Qwen3.5 0.8B.
+    "qwen3.5-0.8b": Shape(1024, 3584, 24, 8, 2, 256, 248320, 1e7, 262144, "qwen35", taps=4, delta_heads=16),
     # Few KV heads, a wide ffn, a large vocabulary; llama-1.5b is the same without biases.
     "qwen2-1.5b": Shape(1536, 8960, 28, 12, 2, 128, 151936, 1e6, 32768, "qwen2"),
     "llama-1.5b": Shape(1536, 8960, 28, 12, 2, 128, 151936, 1e6, 32768),
@@ -63,6 +68,9 @@ SHAPES = {
     "qwen3-moe": Shape(1024, 384, 12, 16, 4, 64, 65536, 1e6, 32768, "qwen3moe", 64, 8),
     "smollm2-1.7b": Shape(2048, 8192, 24, 32, 32, 64, 49152, 1.3e5, 8192),
 }
+# Matrices that stay F32: taps of convolutions. Layers of Qwen3.5 up to one that attends; width of a key or value head of its delta rule.
+TAPS = ("shortconv.conv", "ssm_conv1d")
+INTERVAL, DELTA_DIM = 4, 128
 # Kinds of files, with llama.cpp's number for each (general.file_type), which other readers ask for.
 KINDS = {"q4_0": 2, "q4_1": 3, "q8_0": 7, "q4_k_m": 15}
 # Of one block: weights, bytes, and the root mean square of code times sub-block scale.
@@ -155,8 +163,8 @@ def tensors(shape: Shape, kind: str) -> Iterator[tuple[str, tuple[int, ...], str
     yield "token_embd.weight", (shape.vocab, shape.dim), tensor_type(kind, 0, "token_embd", shape.layers, shape.dim)
     for layer in range(shape.layers):
         for role, size in roles(shape, layer):
-            t = "f32" if len(size) == 1 or role == "shortconv.conv" else tensor_type(kind, layer, role, shape.layers, size[-1])
-            yield f"blk.{layer}.{role}.weight", size, t
+            t = "f32" if len(size) == 1 or role in TAPS else tensor_type(kind, layer, role, shape.layers, size[-1])
+            yield f"blk.{layer}.{role}" + ("" if role in ("ssm_a", "ssm_dt.bias") else ".weight"), size, t
             if shape.architecture == "qwen2" and role in ("attn_q", "attn_k", "attn_v"):
                 yield f"blk.{layer}.{role}.bias", size[:1], "f32"
     yield "token_embd_norm.weight" if shape.architecture == "lfm2" else "output_norm.weight", (shape.dim,), "f32"
@@ -170,11 +178,18 @@ def roles(shape: Shape, layer: int) -> Iterator[tuple[str, tuple[int, ...]]]:
         yield "shortconv.in_proj", (3 * dim, dim)
         yield "shortconv.conv", (dim, shape.taps)
         yield "shortconv.out_proj", (dim, dim)
+    elif shape.architecture == "qwen35" and (layer + 1) % INTERVAL:
+        heads, values = shape.delta_heads, shape.delta_heads * DELTA_DIM
+        yield from (("attn_qkv", (3 * values, dim)), ("attn_gate", (values, dim)), ("ssm_conv1d", (3 * values, shape.taps)))
+        yield from (("ssm_alpha", (heads, dim)), ("ssm_beta", (heads, dim)), ("ssm_a", (heads,)), ("ssm_dt.bias", (heads,)))
+        yield from (("ssm_norm", (DELTA_DIM,)), ("ssm_out", (dim, values)))
     else:
-        yield from (("attn_q", (q, dim)), ("attn_k", (kv, dim)), ("attn_v", (kv, dim)), ("attn_output", (dim, q)))
-        if shape.architecture in ("lfm2", "qwen3moe"):
+        q *= 2 if shape.architecture == "qwen35" else 1
+        yield from (("attn_q", (q, dim)), ("attn_k", (kv, dim)), ("attn_v", (kv, dim)))
+        yield "attn_output", (dim, shape.heads * shape.head_dim)
+        if shape.architecture in ("lfm2", "qwen3moe", "qwen35"):
             yield from (("attn_q_norm", (shape.head_dim,)), ("attn_k_norm", (shape.head_dim,)))
-    yield "ffn_norm", (dim,)
+    yield "post_attention_norm" if shape.architecture == "qwen35" else "ffn_norm", (dim,)
     yield from ffn(shape)
 
 
@@ -223,7 +238,17 @@ def write_model(path: Path, name: str, kind: str = "q4_0", seed: int = 1) -> int
         writer.add_head_count_kv(shape.kv_heads)
     writer.add_key_length(shape.head_dim)
     writer.add_value_length(shape.head_dim)
-    writer.add_rope_dimension_count(shape.head_dim)
+    if shape.architecture == "qwen35":
+        writer.add_rope_dimension_count(shape.head_dim // 4)
+        writer.add_rope_dimension_sections([11, 11, 10, 0])
+        writer.add_uint32("qwen35.full_attention_interval", INTERVAL)
+        writer.add_ssm_conv_kernel(shape.taps)
+        writer.add_ssm_group_count(shape.delta_heads)
+        writer.add_ssm_inner_size(shape.delta_heads * DELTA_DIM)
+        writer.add_ssm_state_size(DELTA_DIM)
+        writer.add_ssm_time_step_rank(shape.delta_heads)
+    else:
+        writer.add_rope_dimension_count(shape.head_dim)
     writer.add_rope_freq_base(shape.rope_theta)
     writer.add_layer_norm_rms_eps(1e-5)
     if shape.experts:
@@ -251,13 +276,14 @@ def write_model(path: Path, name: str, kind: str = "q4_0", seed: int = 1) -> int
             writer.write_padding(file, file.tell())
             for tensor, size, t in plan:
                 stream = random_bytes(seed, tensor)
-                if tensor.endswith("shortconv.conv.weight"):
-                    (next(stream)[: prod(size)].astype("<f4") / 128 - 1).tofile(file)  # uniform in -1..1: three taps have norm one
+                if tensor.endswith(tuple(f"{role}.weight" for role in TAPS)):  # uniform: all taps of a channel have norm one
+                    ((next(stream)[: prod(size)].astype("<f4") / 128 - 1) * np.float32((3 / size[1]) ** 0.5)).tofile(file)
                 elif t == "f32" and len(size) == 2:  # a router: values of 1/sqrt(columns) from bytes, whose deviation is 73.9
                     ((next(stream)[: prod(size)].astype("<f4") - 127.5) / np.float32(73.9 * size[1] ** 0.5)).astype("<f4").tofile(file)
                 elif t == "f32":
                     least = -0.25 if tensor.endswith(".bias") else 0.75
-                    (least + next(stream)[: size[0]].astype("<f4") / 512).tofile(file)
+                    sign = -1 if tensor.endswith("ssm_a") else 1  # a rate of decay
+                    (sign * (least + next(stream)[: size[0]].astype("<f4") / 512)).astype("<f4").tofile(file)
                 else:
                     # 1/sqrt(columns) keeps activations near one through any number of layers; the embedding's rows have norm one.
                     for piece in blocks(t, stream, nbytes(size, t) // BLOCKS[t][1], size[-1] ** -0.5):

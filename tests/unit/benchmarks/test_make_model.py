@@ -41,7 +41,7 @@ def test_same_arguments_same_bytes(tmp_path: Path, name: str, kind: str, tensor:
     assert hashlib.sha256(data).hexdigest() == DATA[name, kind, tensor]
 
 
-@pytest.mark.parametrize("name", ["tiny", "tiny-qwen2", "tiny-lfm2", "tiny-qwen3moe"])
+@pytest.mark.parametrize("name", ["tiny", "tiny-qwen2", "tiny-lfm2", "tiny-qwen3moe", "tiny-qwen35"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_both_readers_see_the_same_sound_model(tmp_path: Path, kind: str, name: str) -> None:
     path = tmp_path / "model.gguf"
