@@ -378,6 +378,61 @@ class TinyLatent(Tiny):
         return super().metadata() | mine
 
 
+@dataclass(frozen=True)
+class TinyKimi(TinyLatent):
+    """Delta rules whose states decay row by row in all layers but `attends`; the first `dense` layers have no experts."""
+
+    architecture: str = "kimi-linear"
+    layers: int = 4
+    attends: tuple[int, ...] = (1, 3)
+    taps: int = 4
+    delta_dim: int = 32
+    dense: int = 1
+
+    def tensors(self) -> dict[str, tuple[tuple[int, ...], str]]:
+        out = {}
+        for name, tensor in super().tensors().items():
+            _, layer, role, *_ = [*name.split("."), "", ""]
+            number = int(layer) if layer.isdigit() else -1
+            if number >= 0 and number not in self.attends and role.startswith("attn_") and role != "attn_norm":
+                out |= self._delta(number) if role == "attn_output" else {}
+            elif number >= self.dense and role in ("ffn_gate", "ffn_up", "ffn_down"):
+                out |= self._mixture(number) if role == "ffn_gate" else {}
+            else:
+                out[name] = tensor
+        return out
+
+    def _delta(self, layer: int) -> dict[str, tuple[tuple[int, ...], str]]:
+        d, size, width = self.dim, self.delta_dim, self.heads * self.delta_dim
+        shapes = {"attn_q": (width, d), "attn_k": (width, d), "attn_v": (width, d), "ssm_beta": (self.heads, d), "attn_output": (d, width)}
+        shapes |= {"ssm_f_a": (size, d), "ssm_f_b": (width, size), "ssm_g_a": (size, d), "ssm_g_b": (width, size)}
+        out = {f"blk.{layer}.{role}.weight": (shape, self._type(role)) for role, shape in shapes.items()}
+        out |= {f"blk.{layer}.ssm_conv1d_{part}.weight": ((1, width, 1, self.taps), "F32") for part in "qkv"}
+        out |= {f"blk.{layer}.ssm_norm.weight": ((size,), "F32"), f"blk.{layer}.ssm_dt.bias": ((width,), "F32")}
+        return out | {f"blk.{layer}.ssm_a": ((1, 1, self.heads, 1), "F32")}
+
+    def _mixture(self, layer: int) -> dict[str, tuple[tuple[int, ...], str]]:
+        e, f, d = self.experts, self.expert_dim, self.dim
+        shapes = {"ffn_gate_inp": (e, d), "ffn_gate_exps": (e, f, d), "ffn_up_exps": (e, f, d), "ffn_down_exps": (e, d, f)}
+        shapes |= {"ffn_gate_shexp": (f, d), "ffn_up_shexp": (f, d), "ffn_down_shexp": (d, f)}
+        out = {f"blk.{layer}.{role}.weight": (shape, self._type(role)) for role, shape in shapes.items()}
+        return out | {f"blk.{layer}.exp_probs_b.bias": ((e,), "F32")}
+
+    def metadata(self) -> dict[str, Any]:
+        keys = {
+            "attention.head_count_kv": [int(i in self.attends) for i in range(self.layers)],
+            "kda.head_dim": self.delta_dim,
+            "ssm.conv_kernel": self.taps,
+            "leading_dense_block_count": self.dense,
+            "expert_shared_count": 1,
+            "expert_gating_func": 2,
+            "expert_group_count": 2,
+            "expert_group_used_count": 1,
+            "expert_weights_scale": 2.0,
+        }
+        return super().metadata() | {f"{self.architecture}.{key}": value for key, value in keys.items()}
+
+
 def byte_level_vocabulary(size: int) -> tuple[list[str], list[str]]:
     """Special tokens, the 256 bytes in GPT-2's printable alphabet, merges of common English pairs, fillers up to `size`."""
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
@@ -570,6 +625,7 @@ CASES: dict[str, Tiny] = {
     "lfm2moe": TinyLfm2("lfm2moe", dense=1, experts=6, used=2, expert_dim=32, types={"": "Q8_0", "ffn_up_exps": "Q4_0"}, seed=12),
     "qwen35moe": TinyQwen35("qwen35moe", layers=3, experts=8, used=3, expert_dim=32, shared_dim=64, types={"": "Q8_0"}, seed=13),
     "qwen3next": TinyQwen35("qwen3next", layers=3, interval=3, experts=6, used=2, expert_dim=64, shared_dim=32, seed=14),
+    "kimi-linear": TinyKimi(experts=6, used=2, expert_dim=32, types={"": "Q8_0", "ssm_f_b": "Q4_0"}, seed=15),
     "qwen35-odd": TinyQwen35(
         dim=96, heads=6, kv_heads=1, head_dim=16, layers=5, interval=3, value_heads=2, value_dim=80, types=MIXED, seed=11
     ),

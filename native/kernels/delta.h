@@ -22,17 +22,18 @@ template <class V> static void decay_row(float* x, const float* a, const float* 
 }
 
 // `vectors` times 16 columns of the state. Columns do not meet, so a block stays in the first cache for all rows.
-template <class V, int vectors> QUAFF_INLINE void delta_columns(const DeltaArgs& a, int64_t column) {
+template <class V, int vectors, bool each> QUAFF_INLINE void delta_columns(const DeltaArgs& a, int64_t column) {
     using F = typename V::F;
     for (int64_t row = 0; row < a.rows; ++row) {
         const float *q = a.q + row * a.qk_stride, *k = a.k + row * a.qk_stride, *v = a.v + row * a.v_stride + column;
-        const F decay = V::set(a.decay[row * a.gate_stride]), beta = V::set(a.beta[row * a.gate_stride]);
+        const float* keep = a.decay + row * a.decay_stride;
+        const F beta = V::set(a.beta[row * a.beta_stride]), one = V::set(keep[0]);
         F sum[vectors], step[vectors];
         for (int c = 0; c < vectors; ++c)
             sum[c] = V::zero();
         const float* s = a.state + column;
         for (int64_t i = 0; i < a.dk; ++i, s += a.dv) {
-            const F key = V::set(k[i]);
+            const F key = V::set(k[i]), decay = each ? V::set(keep[i]) : one;
             for (int c = 0; c < vectors; ++c)
                 sum[c] = V::fma(V::mul(V::load(s + c * kLanes), decay), key, sum[c]);
         }
@@ -42,7 +43,7 @@ template <class V, int vectors> QUAFF_INLINE void delta_columns(const DeltaArgs&
         }
         float* t = a.state + column;
         for (int64_t i = 0; i < a.dk; ++i, t += a.dv) {
-            const F key = V::set(k[i]), query = V::set(q[i]);
+            const F key = V::set(k[i]), query = V::set(q[i]), decay = each ? V::set(keep[i]) : one;
             for (int c = 0; c < vectors; ++c) {
                 const F next = V::fma(key, step[c], V::mul(V::load(t + c * kLanes), decay));
                 V::store(t + c * kLanes, next);
@@ -54,12 +55,18 @@ template <class V, int vectors> QUAFF_INLINE void delta_columns(const DeltaArgs&
     }
 }
 
-template <class V> static void delta(const DeltaArgs* args, int64_t column, int64_t end) {
-    constexpr int kVectors = kDeltaColumns / kLanes;
+template <class V, bool each> QUAFF_INLINE void delta_blocks(const DeltaArgs& a, int64_t column, int64_t end) {
     for (; column + kDeltaColumns <= end; column += kDeltaColumns)
-        delta_columns<V, kVectors>(*args, column);
+        delta_columns<V, kDeltaColumns / kLanes, each>(a, column);
     for (; column < end; column += kLanes)
-        delta_columns<V, 1>(*args, column);
+        delta_columns<V, 1, each>(a, column);
+}
+
+template <class V> static void delta(const DeltaArgs* args, int64_t column, int64_t end) {
+    if (args->decay_each)
+        delta_blocks<V, true>(*args, column, end);
+    else
+        delta_blocks<V, false>(*args, column, end);
 }
 
 } // namespace quaff::kernels

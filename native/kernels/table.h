@@ -170,11 +170,13 @@ struct ConvArgs {
 
 // The gated delta rule of one head over consecutive rows. State [dk][dv]; columns may be shared out among workers.
 struct DeltaArgs {
-    const float *q, *k;        // [dk] of the first row, then every qk_stride
-    const float* v;            // [dv], v_stride; out likewise
-    const float *decay, *beta; // one a row, gate_stride
+    const float *q, *k; // [dk] of the first row, then every qk_stride
+    const float* v;     // [dv], v_stride; out likewise
+    const float* decay; // one a row, or [dk] a row
+    const float* beta;  // one a row
     float *state, *out;
-    int64_t rows, dk, dv, qk_stride, v_stride, gate_stride;
+    int64_t rows, dk, dv, qk_stride, v_stride, decay_stride, beta_stride;
+    bool decay_each;
 };
 inline constexpr int64_t kDeltaColumns = 64; // four chains of 16 lanes hide the latency of fma
 

@@ -140,6 +140,7 @@ public:
             scratch(in[0], false);
             scratch(in[1], false);
             need(in == out && in[0] != in[1], "works in place");
+            need(width(in[0]) % width(in[1]) == 0, "needs as many decays for every head");
             break;
         case OpKind::kDelta: {
             for (int32_t id : in)
@@ -149,8 +150,9 @@ public:
             const int64_t key_heads = ints[2], heads = ints[3], dk = ints[4], dv = ints[5];
             need(key_heads >= 1 && heads >= 1 && heads % key_heads == 0, "value heads must be a multiple of key heads");
             need(dk >= 1 && dv >= 16 && dv % 16 == 0, "value heads must be a multiple of 16 wide");
-            need(width(in[0]) == key_heads * dk && width(in[1]) == key_heads * dk && width(in[2]) == heads * dv && width(in[3]) == heads &&
-                     width(in[4]) == heads && width(out[0]) == heads * dv,
+            need(width(in[0]) == key_heads * dk && width(in[1]) == key_heads * dk && width(in[2]) == heads * dv &&
+                     (width(in[3]) == heads || (width(in[3]) == heads * dk && heads == key_heads)) && width(in[4]) == heads &&
+                     width(out[0]) == heads * dv,
                  "heads and width disagree");
             break;
         }
@@ -366,11 +368,10 @@ int32_t Model::add_stage(std::shared_ptr<const Program> program, std::vector<std
             break;
         }
         case OpKind::kDeltaGates:
-            for (int32_t slot : op.weights) {
-                if (slot == kNone)
-                    refuse(i, "a weight is missing");
-                vector(i, slot, width(op.inputs[0]));
-            }
+            if (op.weights[0] == kNone || op.weights[1] == kNone)
+                refuse(i, "a weight is missing");
+            vector(i, op.weights[0], width(op.inputs[1]));
+            vector(i, op.weights[1], width(op.inputs[0]));
             break;
         case OpKind::kScale:
             if (width(op.inputs[0]) != width(op.outputs[0]))

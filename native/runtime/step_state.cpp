@@ -129,11 +129,14 @@ void StepRun::unit_norm(const Op& op) {
 }
 
 void StepRun::delta_gates(const Stage& stage, const Op& op) {
-    const std::vector<float>&a = weight(stage, op.weights[0]).vector, &dt = weight(stage, op.weights[1]).vector;
-    const auto n = static_cast<int64_t>(a.size());
+    const std::vector<float>&rates = weight(stage, op.weights[0]).vector, &dt = weight(stage, op.weights[1]).vector;
+    const size_t of_head = dt.size() / rates.size();
+    std::vector<float> rate;
+    for (const float r : rates)
+        rate.insert(rate.end(), of_head, r);
     each_row([&](int64_t i, int) {
-        k_.decay(buffer_row(op.inputs[0], i), a.data(), dt.data(), n);
-        k_.sigmoid_row(buffer_row(op.inputs[1], i), buffer_row(op.inputs[1], i), n);
+        k_.decay(buffer_row(op.inputs[0], i), rate.data(), dt.data(), static_cast<int64_t>(dt.size()));
+        k_.sigmoid_row(buffer_row(op.inputs[1], i), buffer_row(op.inputs[1], i), static_cast<int64_t>(rates.size()));
     });
 }
 
@@ -141,6 +144,7 @@ void StepRun::delta_gates(const Stage& stage, const Op& op) {
 void StepRun::delta(const Op& op) {
     const int32_t kind = op.ints[0], layer = op.ints[1];
     const int64_t key_heads = op.ints[2], heads = op.ints[3], dk = op.ints[4], dv = op.ints[5];
+    const int64_t decays = program_->buffer(op.inputs[3]).width / heads;
     const bool tiled = op.ints[6] != 0;
     const std::vector<StateRun> runs = state_runs(kind, layer);
     const int64_t blocks = (dv + kDeltaColumns - 1) / kDeltaColumns;
@@ -164,7 +168,7 @@ void StepRun::delta(const Op& op) {
             const DeltaArgs a{buffer_row(op.inputs[0], row) + key_head * dk,
                               buffer_row(op.inputs[1], row) + key_head * dk,
                               buffer_row(op.inputs[2], row) + head * dv,
-                              buffer_row(op.inputs[3], row) + head,
+                              buffer_row(op.inputs[3], row) + head * decays,
                               buffer_row(op.inputs[4], row) + head,
                               state,
                               buffer_row(op.outputs[0], row) + head * dv,
@@ -173,7 +177,9 @@ void StepRun::delta(const Op& op) {
                               dv,
                               key_heads * dk,
                               heads * dv,
-                              heads};
+                              heads * decays,
+                              heads,
+                              decays > 1};
             k_.delta(&a, column, end);
             row = run.begin + rows;
             if (to + head * dk * dv != state)

@@ -241,15 +241,17 @@ void delta_rule(const KernelTable& k, Lines& lines) {
         Random random(static_cast<uint64_t>(dk * 1000 + dv));
         constexpr int64_t rows = 5, heads = 3;
         const auto q = numbers(random, rows * heads * dk, -6, 0), key = numbers(random, rows * heads * dk, -6, 0);
-        const auto v = numbers(random, rows * heads * dv, -4, 2), gate = numbers(random, 2 * rows * heads, -4, 0);
+        const auto v = numbers(random, rows * heads * dv, -4, 2), gate = numbers(random, rows * heads * (dk + 1), -4, 0);
         auto state = numbers(random, dk * dv, -6, 2);
         Buffer<float> out(static_cast<size_t>(rows * heads * dv));
-        const DeltaArgs a{q.data(), key.data(), v.data(),   gate.data(), gate.data() + rows * heads, state.data(), out.data(), rows, dk,
-                          dv,       heads * dk, heads * dv, heads};
-        k.delta(&a, 0, dv - 16);
-        k.delta(&a, dv - 16, dv);
-        hash.values(out);
-        hash.values(state);
+        for (const bool each : {false, true}) {
+            const DeltaArgs a{q.data(), key.data(), v.data(),   gate.data() + rows * heads, gate.data(), state.data(), out.data(), rows, dk,
+                              dv,       heads * dk, heads * dv, each ? heads * dk : heads,  heads,       each};
+            k.delta(&a, 0, dv - 16);
+            k.delta(&a, dv - 16, dv);
+            hash.values(out);
+            hash.values(state);
+        }
     }
     lines.push_back({"unit_norm", unit.value()});
     lines.push_back({"delta_gates", gates.value()});

@@ -105,13 +105,15 @@ class AttentionConfig:
 
 @dataclass(frozen=True, slots=True)
 class DeltaConfig:
-    """Heads of a gated delta rule. Value head j has key head j % key_heads when `tiled`, else j // (value_heads / key_heads)."""
+    """Heads of a gated delta rule. Value head j has key head j % key_heads when `tiled`, else j // (value_heads / key_heads).
+    With `decay_each` every row of a head's state [key_dim, value_dim] decays by itself."""
 
     key_heads: int
     value_heads: int
     key_dim: int
     value_dim: int
     tiled: bool
+    decay_each: bool = False
 
     def __post_init__(self) -> None:
         for name, value in (("key head count", self.key_heads), ("value head count", self.value_heads)):
@@ -120,6 +122,14 @@ class DeltaConfig:
             _size(f"delta rule {name} dimension", value, 1024)
         _check(self.value_heads % self.key_heads == 0, f"{self.value_heads} value heads cannot share {self.key_heads} key heads evenly")
         _check(self.value_dim % 16 == 0, f"delta rule value dimension is {self.value_dim}; expected a multiple of 16")
+        _check(
+            not self.decay_each or self.key_heads == self.value_heads, "a decay for every row of a state needs as many key as value heads"
+        )
+
+    @property
+    def decays(self) -> int:
+        """Decays of one row of the batch."""
+        return self.value_heads * (self.key_dim if self.decay_each else 1)
 
 
 @dataclass(frozen=True, slots=True)

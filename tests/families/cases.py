@@ -454,6 +454,67 @@ def qwen35_moe() -> Shapes:
 QWEN3_NEXT_MIXERS = {"linear_attention": QWEN3_NEXT_DELTA, "full_attention": QWEN35_ATTENTION}
 QWEN3_NEXT_SHAPES = layers_of(QWEN3_NEXT, NORMS, QWEN3_NEXT_MIXERS) | mixture(QWEN3_NEXT, "mlp", PROJECTIONS, shared=True)
 
+# Norms inside latent attention have an epsilon of 1e-6 whatever the configuration says.
+KIMI = settings(
+    "kimi_linear",
+    "KimiLinearForCausalLM",
+    num_hidden_layers=4,
+    num_attention_heads=4,
+    num_key_value_heads=4,
+    head_dim=None,
+    max_position_embeddings=None,
+    model_max_length=4096,
+    rms_norm_eps=1e-6,
+    rope_theta=None,
+    bos_token_id=0,
+    eos_token_id=2,
+    pad_token_id=0,
+    kv_lora_rank=64,
+    qk_nope_head_dim=32,
+    qk_rope_head_dim=16,
+    v_head_dim=48,
+    linear_attn_config={
+        "full_attn_layers": [2, 4],
+        "kda_layers": [1, 3],
+        "head_dim": 32,
+        "num_heads": 4,
+        "short_conv_kernel_size": 4,
+    },
+    first_k_dense_replace=1,
+    num_experts=6,
+    num_experts_per_token=2,
+    num_shared_experts=1,
+    moe_intermediate_size=64,
+    moe_renormalize=True,
+    moe_router_activation_func="sigmoid",
+    routed_scaling_factor=2.0,
+)
+KIMI_DELTA: Shapes = {f"{part}_proj.weight": (128, 96) for part in "qkv"} | {f"{part}_conv1d.weight": (128, 1, 4) for part in "qkv"}
+KIMI_DELTA |= {"f_a_proj.weight": (32, 96), "f_b_proj.weight": (128, 32), "g_a_proj.weight": (32, 96), "g_b_proj.weight": (128, 32)}
+KIMI_DELTA |= {"b_proj.weight": (4, 96), "A_log": (1, 1, 4, 1), "dt_bias": (128,), "o_norm.weight": (32,), "o_proj.weight": (96, 128)}
+KIMI_LATENT: Shapes = {"q_proj.weight": (192, 96), "kv_a_proj_with_mqa.weight": (80, 96), "kv_a_layernorm.weight": (64,)}
+KIMI_LATENT |= {"kv_b_proj.weight": (320, 64), "o_proj.weight": (96, 192)}
+
+
+def kimi() -> Shapes:
+    """Recurrent layers and layers that attend by turns; the first one is dense."""
+    shapes = decoder(KIMI | {"head_dim": 16}, NORMS)
+    for i in range(4):
+        shapes |= {f"model.layers.{i}.self_attn.{name}": shape for name, shape in (KIMI_LATENT if i % 2 else KIMI_DELTA).items()}
+    routed = mixture(KIMI, "block_sparse_moe", ("w1", "w3", "w2"))
+    for i in range(4):
+        at = f"model.layers.{i}.block_sparse_moe."
+        routed |= {f"{at}gate.e_score_correction_bias": (6,)}
+        for projection, shape in (("gate_proj", (64, 96)), ("up_proj", (64, 96)), ("down_proj", (96, 64))):
+            routed[f"{at}shared_experts.{projection}.weight"] = shape
+    shapes |= {name: shape for name, shape in routed.items() if ".layers.0." not in name}
+    for projection, shape in (("gate_proj", (160, 96)), ("up_proj", (160, 96)), ("down_proj", (96, 160))):
+        shapes[f"model.layers.0.mlp.{projection}.weight"] = shape
+    return shapes
+
+
+KIMI_VALUES = {".*embed_tokens.*": (0.0, 2.0), r".*dt_bias": (0.0, 1.0), r".*A_log": (0.0, 1.0)}
+
 FAMILIES: dict[str, TinyHF] = {
     "gemma4": TinyHF(GEMMA4, gemma4(GEMMA4), {r".*layer_scalar": (0.8, 0.1), r".*\.[qk]_norm\.weight": (0.4, 0.1)}, seed=19),
     "llama3": TinyHF(LLAMA3, decoder(LLAMA3, ATTENTION | GATED | NORMS), seed=10),
@@ -488,4 +549,5 @@ FAMILIES: dict[str, TinyHF] = {
     "lfm2moe": TinyHF(LFM2_MOE, lfm2_moe(), {".*embed_tokens.*": (0.0, 0.4)} | ROUTER, seed=23),
     "qwen35moe": TinyHF(QWEN35_MOE, qwen35_moe(), QWEN35_VALUES | ROUTER, seed=24),
     "qwen3next": TinyHF(QWEN3_NEXT, QWEN3_NEXT_SHAPES, QWEN35_VALUES | ROUTER, seed=25),
+    "kimi-linear": TinyHF(KIMI, kimi(), KIMI_VALUES | ROUTER, seed=30),
 }

@@ -5,13 +5,13 @@ import itertools
 import numpy as np
 import pytest
 from tests.laws.paths import ISAS, Tinyrun, Trace, prompt
-from tests.tiny import CASES, TinyLfm2, TinyQwen35
+from tests.tiny import CASES, TinyKimi, TinyLfm2, TinyQwen35
 
 import quaff.engine.runner as runner_module
 from quaff.batch import Batch
 from quaff.schedule import Cell, Order, compile_cells
 
-RECURRENT = [name for name, tiny in CASES.items() if isinstance(tiny, TinyLfm2 | TinyQwen35)]
+RECURRENT = [name for name, tiny in CASES.items() if isinstance(tiny, TinyLfm2 | TinyQwen35 | TinyKimi)]
 PLACES = (1, 2, 3, 63, 64, 65, 100, 149)
 ORDERS = [Order("token"), Order("chunk", 1), Order("chunk", 7), Order("chunk", 64), Order("layer", 33)]
 

@@ -228,17 +228,17 @@ class StageBuilder:
         return x
 
     def delta_gates(self, a: Value, b: Value, rate: WeightRef, dt: WeightRef) -> tuple[Value, Value]:
-        """In place: (share of the state that is kept, step towards the value) per head."""
-        for w in (rate, dt):
-            if w.shape != (a.width,) or b.width != a.width:
-                raise ConfigError(f"weight {w.name} of shape {w.shape} is not one for each of {a.width} heads")
+        """In place: (share of the state that is kept, step towards the value) per head, or shares per head and key dimension."""
+        for w, width in ((rate, b.width), (dt, a.width)):
+            if w.shape != (width,) or a.width % b.width:
+                raise ConfigError(f"weight {w.name} of shape {w.shape} does not fit gates of widths {a.width} and {b.width}")
         self._emit(OpKind.DELTA_GATES, (a.buffer, b.buffer), (a.buffer, b.buffer), (self._slot(rate), self._slot(dt)))
         return a, b
 
     def delta_rule(self, q: Value, k: Value, v: Value, decay: Value, beta: Value, delta: DeltaConfig) -> Value:
         d = delta
         keys, values = d.key_heads * d.key_dim, d.value_heads * d.value_dim
-        for x, width in ((q, keys), (k, keys), (v, values), (decay, d.value_heads), (beta, d.value_heads)):
+        for x, width in ((q, keys), (k, keys), (v, values), (decay, d.decays), (beta, d.value_heads)):
             if x.width != width:
                 raise ConfigError(f"an input of the delta rule of layer {self.layer} is {x.width} wide; expected {width}")
         kind, index = self._shared.state(self.layer, "delta", d.value_heads * d.key_dim * d.value_dim)

@@ -17,7 +17,7 @@ Buffers of a program are numbered: 0 the residual (f32, model width), 1 the logi
 | CONV | src -> f32 or -1, int8 or -1 | w [channels, taps], b (-1 none) | kind, layer in kind, channels, taps, 0 gated or 1 silu | |
 | SPLIT | src -> one per part | | heads, width of each part in a head | |
 | UNIT_NORM | buf -> the same buf | | heads, head_dim | eps, scale |
-| DELTA_GATES | a, b -> the same bufs | rate, dt [heads] | | |
+| DELTA_GATES | a, b -> the same bufs | rate [heads], dt | | |
 | DELTA | q, k, v, decay, beta -> out | | kind, layer in kind, key heads, value heads, key dim, value dim, tiled | |
 | SCALE | src -> buf, src itself or another | | | factor, softcap (0 none) |
 | CONCAT | a, b -> out | | heads: every head of out is that of a, then that of b | |
@@ -32,8 +32,9 @@ Integer weights of LINEAR read the int8 input when there is one; float weights, 
 With `accumulate`, LINEAR and COMBINE add to their output; a second output of RMS_NORM, GLU or CONV is the first one quantised.
 CONV sums the taps of every channel over its last rows. Gated, src is [B | C | x] and the result C * conv(B*x); else silu(conv(src)).
 UNIT_NORM is x * (1/sqrt(sum of squares + eps)) * scale per head. DELTA_GATES makes a the share of a state that is kept,
-E(rate * softplus(a + dt)), and b sigmoid(b). DELTA is the gated delta rule of every value head; value head j has key head
-j % key heads when tiled, else j // (value heads / key heads).
+E(rate * softplus(a + dt)), and b sigmoid(b). Where a is wider than the heads, every row of a head's state decays by itself.
+DELTA is the gated delta rule of every value head; value head j has key head j % key heads when tiled, else
+j // (value heads / key heads).
 
 Experts: ROUTE gives every row `used` experts. A routing row holds their numbers, ascending, then their weights, all as f32. A (row, expert)
 pair is a slot; the slots of a cell are sorted by expert, then by row, so an expert's rows lie side by side. GATHER copies rows to their

@@ -171,13 +171,14 @@ def convolve(x: F32, w: F32, bias: F32 | None) -> F32:
 
 
 def delta_rule(q: F32, k: F32, v: F32, decay: F32, beta: F32, state: F32) -> tuple[F32, F32]:
-    """Rule 17, row by row: q, k [n, heads, dk], v [n, heads, dv], decay and beta [n, heads], state [heads, dk, dv].
+    """Rule 17, row by row: q, k [n, heads, dk], v [n, heads, dv], decay [n, heads, dk or 1], beta [n, heads], state
+    [heads, dk, dv].
 
     Results [n, heads, dv] and the state after them.
     """
     out = np.zeros_like(v)
     for row in range(len(v)):
-        state = state * decay[row, :, None, None]
+        state = state * decay[row, :, :, None]
         u, o = np.zeros_like(v[row]), np.zeros_like(v[row])
         for i in range(k.shape[2]):
             u = fma(state[:, i], k[row, :, i, None], u)
@@ -381,7 +382,8 @@ class _Run:
         rate, dt = weights
         assert rate is not None and rate.values is not None and dt is not None and dt.values is not None
         a, b = op.inputs
-        self._f32[a] = exp(rate.values * softplus(self._f32[a] + dt.values))
+        rates = np.repeat(rate.values, len(dt.values) // len(rate.values))
+        self._f32[a] = exp(rates * softplus(self._f32[a] + dt.values))
         self._f32[b] = sigmoid(self._f32[b])
 
     def _delta(self, op: Op, weights: list[ReferenceWeight | None]) -> None:
@@ -390,7 +392,7 @@ class _Run:
         q, k, v, decay, beta = (self._f32[b] for b in op.inputs)
         q, k = (x.reshape(-1, key_heads, dk)[:, of_value] for x in (q, k))
         state = self._states[kind][layer].reshape(heads, dk, dv)
-        y, state = delta_rule(q, k, v.reshape(-1, heads, dv), decay, beta, state)
+        y, state = delta_rule(q, k, v.reshape(-1, heads, dv), decay.reshape(len(decay), heads, -1), beta, state)
         self._states[kind][layer] = state.reshape(-1)
         self._f32[op.outputs[0]] = y.reshape(v.shape)
 

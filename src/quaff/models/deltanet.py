@@ -1,4 +1,4 @@
-"""The recurrent half of Qwen3.5 and Qwen3-Next, a gated delta rule behind a short convolution: metadata, tensors, ops."""
+"""The recurrent layers of Qwen3.5, Qwen3-Next and Kimi Linear, delta rules behind short convolutions: metadata, tensors, ops."""
 
 from __future__ import annotations
 
@@ -87,3 +87,33 @@ def delta_imported(config: Mapping[str, Any], layer: int) -> Iterator[Imported]:
     }
     for name, (source, make) in sources.items():
         yield Imported(f"blk.{layer}.{name}", (f"model.layers.{layer}.linear_attn.{source}",), make)
+
+
+def kda_roles(c: ModelConfig, d: DeltaConfig, taps: int) -> dict[str, tuple[int, ...]]:
+    """Shapes by role of Kimi's delta rule, whose states decay row by row."""
+    size, width = d.key_dim, d.value_heads * d.value_dim
+    shapes: dict[str, tuple[int, ...]] = {f"attn_{part}": (width, c.dim) for part in "qkv"}
+    shapes |= {f"ssm_conv1d_{part}": (width, taps) for part in "qkv"}
+    shapes |= {"ssm_f_a": (size, c.dim), "ssm_f_b": (width, size), "ssm_g_a": (size, c.dim), "ssm_g_b": (width, size)}
+    return shapes | {"ssm_beta": (d.value_heads, c.dim), "ssm_norm": (d.value_dim,), "attn_output": (c.dim, width)}
+
+
+def kda(g: Builder, c: ModelConfig, d: DeltaConfig, w: Weights, h: Value) -> Value:
+    q, k, v = g.linear(h, w.attn_q, w.attn_k, w.attn_v)
+    forget, opening = g.linear(h, w.ssm_f_a, w.ssm_g_a)
+    beta = g.linear(h, w.ssm_beta)
+    q, k, v = (g.conv(x, w[f"ssm_conv1d_{part}.weight"]) for x, part in ((q, "q"), (k, "k"), (v, "v")))
+    q = g.unit_norm(q, d.key_dim, c.eps, float(np.float32(1 / np.sqrt(float(d.key_dim)))))
+    k = g.unit_norm(k, d.key_dim, c.eps)
+    decay, step = g.delta_gates(g.linear(forget, w.ssm_f_b), beta, w["ssm_a"], w["ssm_dt.bias"])
+    y = g.rms_norm(g.delta_rule(q, k, v, decay, step, d), w.ssm_norm, c.eps)
+    return g.linear(g.sigmoid_gate(g.linear(opening, w.ssm_g_b), y), w.attn_output)
+
+
+def kda_imported(layer: int) -> Iterator[Imported]:
+    """What one layer of Kimi Linear has beside projections."""
+    at, attention = f"blk.{layer}.", f"model.layers.{layer}.self_attn."
+    for part in "qkv":
+        yield Imported(f"{at}ssm_conv1d_{part}.weight", (f"{attention}{part}_conv1d.weight",), lambda w: w.reshape(len(w), -1))
+    yield Imported(f"{at}ssm_a", (f"{attention}A_log",), lambda w: -np.exp(w.reshape(-1)))
+    yield Imported(f"{at}ssm_dt.bias", (f"{attention}dt_bias",))

@@ -25,8 +25,11 @@ from quaff.models.rope import read_rope
 F32 = NDArray[np.float32]
 
 
-def latent_config(m: MetadataReader, tensors: Tensors, rope_dim: int) -> LatentConfig:
-    """Ranks and widths; UnsupportedError for a file that holds k_b and v_b as one matrix, whose k_b would have to be transposed."""
+def latent_config(m: MetadataReader, tensors: Tensors, rope_dim: int, kv_heads: int | None = None) -> LatentConfig:
+    """Ranks and widths; UnsupportedError for a file that holds k_b and v_b as one matrix, whose k_b would have to be transposed.
+
+    `kv_heads`: of the layers that attend, where each layer has its own number.
+    """
     if (joined := "blk.0.attn_kv_b.weight") in tensors:
         raise UnsupportedError(
             f"k_b and v_b in one tensor, as in files from before April 2025, are not supported (tensor {joined}); use a newer file"
@@ -37,7 +40,8 @@ def latent_config(m: MetadataReader, tensors: Tensors, rope_dim: int) -> LatentC
         plain_dim=m.integer("attention.key_length_mla") - rope_dim,
         value_dim=m.integer("attention.value_length_mla"),
     )
-    stored = (m.integer("attention.head_count_kv"), m.integer("attention.key_length"), m.integer("attention.value_length"))
+    heads = m.integer("attention.head_count_kv") if kv_heads is None else kv_heads
+    stored = (heads, m.integer("attention.key_length"), m.integer("attention.value_length"))
     if stored != (1, latent.kv_rank + rope_dim, latent.kv_rank):
         raise ConfigError(
             f"KV heads, key and value length are {stored}; a latent of {latent.kv_rank} and {rope_dim} rotary values has others"

@@ -93,7 +93,7 @@ def refused(error: type[QuaffError], match: str, metadata: Metadata, tensors: Te
 
 
 def test_unknown_architecture_is_named_with_the_known_ones() -> None:
-    with pytest.raises(UnsupportedError, match="'mamba'.*gemma3, gemma4, gpt-oss, granite, lfm2, lfm2moe, llama"):
+    with pytest.raises(UnsupportedError, match="'mamba'.*gemma3, gemma4, gpt-oss, granite, kimi-linear, lfm2, lfm2moe, llama"):
         family("mamba")
 
 
