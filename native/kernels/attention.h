@@ -268,8 +268,8 @@ template <class V, int T, class Value = uint16_t> struct AttendTile {
         V::store(a, fa);
         V::store(l, V::fma(V::load(l), fa, probability<V>(V::sub(new_m, top))));
         for (int t = 0; t < T; ++t)
-            for (int d = 0; d < dim; d += kLanes)
-                V::store(o + t * dim + d, V::mul(V::load(o + t * dim + d), V::set(a[t])));
+            for (int d = 0; d < value_dim; d += kLanes)
+                V::store(o + t * value_dim + d, V::mul(V::load(o + t * value_dim + d), V::set(a[t])));
     }
 
     QUAFF_INLINE void finish(const AttendArgs& args) {
