@@ -63,9 +63,9 @@ SHAPES = {
     # Few KV heads, a wide ffn, a large vocabulary; llama-1.5b is the same without biases.
     "qwen2-1.5b": Shape(1536, 8960, 28, 12, 2, 128, 151936, 1e6, 32768, "qwen2"),
     "llama-1.5b": Shape(1536, 8960, 28, 12, 2, 128, 151936, 1e6, 32768),
-    "tiny-qwen3moe": Shape(256, 128, 6, 4, 2, 64, 512, 1e6, 512, "qwen3moe", 8, 2),
+    "tiny-qwen3moe": Shape(256, 128, 6, 4, 2, 64, 512, 1e6, 512, "qwen3moe", experts=8, used=2),
     # A mixture that fits this size of machine: 1 billion weights, of which a token uses a sixth.
-    "qwen3-moe": Shape(1024, 384, 12, 16, 4, 64, 65536, 1e6, 32768, "qwen3moe", 64, 8),
+    "qwen3-moe": Shape(1024, 384, 12, 16, 4, 64, 65536, 1e6, 32768, "qwen3moe", experts=64, used=8),
     "smollm2-1.7b": Shape(2048, 8192, 24, 32, 32, 64, 49152, 1.3e5, 8192),
 }
 # Matrices that stay F32: taps of convolutions. Layers of Qwen3.5 up to one that attends; width of a key or value head of its delta rule.

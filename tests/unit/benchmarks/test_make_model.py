@@ -58,6 +58,10 @@ def test_both_readers_see_the_same_sound_model(tmp_path: Path, kind: str, name: 
         model.family.check(config, model.tensors)
     assert (config.architecture, config.dim, config.ffn_dim) == (shape.architecture, shape.dim, shape.ffn_dim)
     assert (len(config.layers), config.vocab) == (shape.layers, shape.vocab)
+    experts = config.layers[0].experts
+    assert (experts is not None) == (shape.architecture == "qwen3moe")
+    if experts is not None:
+        assert (experts.count, experts.used, experts.ffn_dim) == (shape.experts, shape.used, shape.ffn_dim) == (8, 2, 128)
     for n, t in theirs.items():
         values = dequantize(t.data, t.tensor_type)
         assert np.isfinite(values).all(), n
