@@ -286,7 +286,9 @@ def write_model(path: Path, name: str, kind: str = "q4_0", seed: int = 1) -> int
                     (sign * (least + next(stream)[: size[0]].astype("<f4") / 512)).astype("<f4").tofile(file)
                 else:
                     # 1/sqrt(columns) keeps activations near one through any number of layers; the embedding's rows have norm one.
-                    for piece in blocks(t, stream, nbytes(size, t) // BLOCKS[t][1], size[-1] ** -0.5):
+                    # In a mixture what layers add is small, so that rows differ as their tokens do and choose all experts alike.
+                    small = 0.01 if shape.experts and tensor.endswith(("attn_output.weight", "ffn_down_exps.weight")) else 1.0
+                    for piece in blocks(t, stream, nbytes(size, t) // BLOCKS[t][1], small * size[-1] ** -0.5):
                         piece.tofile(file)
                 writer.write_padding(file, nbytes(size, t))
         part.replace(path)

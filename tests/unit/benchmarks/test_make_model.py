@@ -66,7 +66,8 @@ def test_both_readers_see_the_same_sound_model(tmp_path: Path, kind: str, name: 
         values = dequantize(t.data, t.tensor_type)
         assert np.isfinite(values).all(), n
         if values.ndim > 1:  # deviation 1/sqrt(columns), or activations would grow or vanish with depth
-            assert 0.9 < values.std() * values.shape[-1] ** 0.5 < 1.1, n
+            wanted = 0.01 if shape.experts and n.endswith(("attn_output.weight", "ffn_down_exps.weight")) else 1.0
+            assert 0.9 * wanted < values.std() * values.shape[-1] ** 0.5 < 1.1 * wanted, n
             assert abs(values.mean()) < 0.1 * values.std(), n
 
 
