@@ -135,7 +135,13 @@ class Tiny:
         writer = gguf.GGUFWriter(path, self.architecture)
         writer.add_name(f"tiny {self.architecture}")
         for key, value in self.metadata().items():
-            add = {int: writer.add_uint32, float: writer.add_float32, str: writer.add_string, list: writer.add_array}[type(value)]
+            add = {
+                int: writer.add_uint32,
+                float: writer.add_float32,
+                str: writer.add_string,
+                list: writer.add_array,
+                bool: writer.add_bool,
+            }[type(value)]
             add(key, value)
         self._write_tokenizer(writer)
         rng = np.random.default_rng(self.seed)
@@ -344,25 +350,37 @@ class TinyLatent(Tiny):
     rope_dim: int = 16
     plain_dim: int = 32
     value_dim: int = 16
+    dense_layers: int = 1
 
     @property
     def kv_rank(self) -> int:
         return self.head_dim - self.rope_dim
 
+    def tensors(self) -> dict[str, tuple[tuple[int, ...], str]]:
+        out = super().tensors()
+        for i in range(self.layers if self.experts else 0):
+            if i >= self.dense_layers:
+                out[f"blk.{i}.exp_probs_b.bias"] = ((self.experts,), "F32")
+                continue
+            out = {name: tensor for name, tensor in out.items() if not name.startswith(f"blk.{i}.ffn_") or "norm" in name}
+            dense = replace(self, experts=0).layer_matrices()
+            out |= {f"blk.{i}.{role}.weight": (shape, self._type(role)) for role, shape in dense.items() if role.startswith("ffn")}
+        return out
+
     def layer_matrices(self) -> dict[str, tuple[int, ...]]:
-        q, d, f = self.heads * (self.plain_dim + self.rope_dim), self.dim, self.ffn_dim
+        q, d = self.heads * (self.plain_dim + self.rope_dim), self.dim
         return {
             **({"attn_q_a": (self.q_rank, d), "attn_q_b": (q, self.q_rank)} if self.q_rank else {"attn_q": (q, d)}),
             "attn_kv_a_mqa": (self.head_dim, d),
             "attn_k_b": (self.heads, self.kv_rank, self.plain_dim),
             "attn_v_b": (self.heads, self.value_dim, self.kv_rank),
             "attn_output": (d, self.heads * self.value_dim),
-            **{"ffn_gate": (f, d), "ffn_up": (f, d), "ffn_down": (d, f)},
+            **{role: shape for role, shape in super().layer_matrices().items() if role.startswith("ffn")},
         }
 
     def layer_norms(self) -> dict[str, int]:
         ranks = {"attn_q_a_norm": self.q_rank} if self.q_rank else {}
-        return super().layer_norms() | ranks | {"attn_kv_a_norm": self.kv_rank}
+        return {"attn_norm": self.dim, "ffn_norm": self.dim} | ranks | {"attn_kv_a_norm": self.kv_rank}
 
     def metadata(self) -> dict[str, Any]:
         keys = {
@@ -374,20 +392,21 @@ class TinyLatent(Tiny):
         }
         if self.q_rank:
             keys["attention.q_lora_rank"] = self.q_rank
+        if self.experts:
+            keys |= {"leading_dense_block_count": self.dense_layers, "expert_shared_count": self.shared_dim // self.expert_dim}
         mine = {f"{self.architecture}.{key}": value for key, value in keys.items() if key not in self.keys}
-        return super().metadata() | mine
+        return {key: value for key, value in (super().metadata() | mine).items() if not key.endswith("shared_feed_forward_length")}
 
 
 @dataclass(frozen=True)
 class TinyKimi(TinyLatent):
-    """Delta rules whose states decay row by row in all layers but `attends`; the first `dense` layers have no experts."""
+    """Delta rules whose states decay row by row in all layers but `attends`."""
 
     architecture: str = "kimi-linear"
     layers: int = 4
     attends: tuple[int, ...] = (1, 3)
     taps: int = 4
     delta_dim: int = 32
-    dense: int = 1
 
     def tensors(self) -> dict[str, tuple[tuple[int, ...], str]]:
         out = {}
@@ -396,8 +415,6 @@ class TinyKimi(TinyLatent):
             number = int(layer) if layer.isdigit() else -1
             if number >= 0 and number not in self.attends and role.startswith("attn_") and role != "attn_norm":
                 out |= self._delta(number) if role == "attn_output" else {}
-            elif number >= self.dense and role in ("ffn_gate", "ffn_up", "ffn_down"):
-                out |= self._mixture(number) if role == "ffn_gate" else {}
             else:
                 out[name] = tensor
         return out
@@ -411,20 +428,11 @@ class TinyKimi(TinyLatent):
         out |= {f"blk.{layer}.ssm_norm.weight": ((size,), "F32"), f"blk.{layer}.ssm_dt.bias": ((width,), "F32")}
         return out | {f"blk.{layer}.ssm_a": ((1, 1, self.heads, 1), "F32")}
 
-    def _mixture(self, layer: int) -> dict[str, tuple[tuple[int, ...], str]]:
-        e, f, d = self.experts, self.expert_dim, self.dim
-        shapes = {"ffn_gate_inp": (e, d), "ffn_gate_exps": (e, f, d), "ffn_up_exps": (e, f, d), "ffn_down_exps": (e, d, f)}
-        shapes |= {"ffn_gate_shexp": (f, d), "ffn_up_shexp": (f, d), "ffn_down_shexp": (d, f)}
-        out = {f"blk.{layer}.{role}.weight": (shape, self._type(role)) for role, shape in shapes.items()}
-        return out | {f"blk.{layer}.exp_probs_b.bias": ((e,), "F32")}
-
     def metadata(self) -> dict[str, Any]:
         keys = {
             "attention.head_count_kv": [int(i in self.attends) for i in range(self.layers)],
             "kda.head_dim": self.delta_dim,
             "ssm.conv_kernel": self.taps,
-            "leading_dense_block_count": self.dense,
-            "expert_shared_count": 1,
             "expert_gating_func": 2,
             "expert_group_count": 2,
             "expert_group_used_count": 1,
@@ -610,6 +618,24 @@ CASES: dict[str, Tiny] = {
     "deepseek2-lite": TinyLatent(
         layers=3, heads=3, head_dim=64, plain_dim=40, value_dim=32, ffn_dim=72, types={"": "F16", "attn_k_b": "F32"}, tied=False, seed=9
     ),
+    "deepseek2-experts": TinyLatent(
+        layers=4,
+        heads=2,
+        experts=12,
+        used=3,
+        expert_dim=32,
+        shared_dim=64,
+        keys={
+            "expert_gating_func": 2,
+            "expert_weights_norm": True,
+            "expert_weights_scale": 0.75,
+            "expert_group_count": 4,
+            "expert_group_used_count": 2,
+        },
+        types={"": "Q8_0", "ffn_up_exps": "Q4_0"},
+        vocab=307,
+        seed=10,
+    ),
     "gemma3-wide": Tiny("gemma3", layers=7, heads=4, kv_heads=2, head_dim=16, window=80, rope_factor=8.0, vocab=305, seed=6),
     "lfm2": TinyLfm2(types={"": "Q8_0", "in_proj": "Q4_0"}, seed=8),
     "lfm2-float": TinyLfm2(
@@ -625,7 +651,7 @@ CASES: dict[str, Tiny] = {
     "lfm2moe": TinyLfm2("lfm2moe", dense=1, experts=6, used=2, expert_dim=32, types={"": "Q8_0", "ffn_up_exps": "Q4_0"}, seed=12),
     "qwen35moe": TinyQwen35("qwen35moe", layers=3, experts=8, used=3, expert_dim=32, shared_dim=64, types={"": "Q8_0"}, seed=13),
     "qwen3next": TinyQwen35("qwen3next", layers=3, interval=3, experts=6, used=2, expert_dim=64, shared_dim=32, seed=14),
-    "kimi-linear": TinyKimi(experts=6, used=2, expert_dim=32, types={"": "Q8_0", "ssm_f_b": "Q4_0"}, seed=15),
+    "kimi-linear": TinyKimi(experts=6, used=2, expert_dim=32, shared_dim=32, types={"": "Q8_0", "ssm_f_b": "Q4_0"}, seed=15),
     "qwen35-odd": TinyQwen35(
         dim=96, heads=6, kv_heads=1, head_dim=16, layers=5, interval=3, value_heads=2, value_dim=80, types=MIXED, seed=11
     ),

@@ -257,6 +257,17 @@ def test_deepseek2_conventions(deepseek2: tuple[Metadata, Tensors]) -> None:
     assert rope is not None and rope.interleaved and rope.rotary_dim == 16
 
 
+def test_deepseek2_judges_groups_by_scoring(tmp_path: Path) -> None:
+    metadata, tensors, _ = read(CASES["deepseek2-experts"].write(tmp_path / "m.gguf"))
+    c = FAMILIES["deepseek2"].config(metadata, tensors)
+    assert [layer.experts is not None for layer in c.layers] == [False, True, True, True]
+    e = c.layers[1].experts
+    assert e is not None and (e.scoring, e.normalise, e.scale, e.shared_ffn_dim) == ("sigmoid", True, 0.75, 64)
+    assert (e.groups, e.groups_used, e.group_top) == (4, 2, 2), "V3: by the two best"
+    e = FAMILIES["deepseek2"].config(metadata | {"deepseek2.expert_gating_func": 1}, tensors).layers[1].experts
+    assert e is not None and (e.scoring, e.group_top) == ("softmax", 1), "V2: by the best"
+
+
 def test_yarn_in_latent_attention_multiplies_scores(deepseek2: tuple[Metadata, Tensors]) -> None:
     """DeepSeek V3: mscale and mscale_all_dim are 1, the factor 40: scores grow by (0.1 ln 40 + 1)^2, what is turned keeps its length."""
     yarn = {"type": "yarn", "factor": 40.0, "original_context_length": 4096, "yarn_log_multiplier": 0.1}
@@ -273,7 +284,7 @@ def test_yarn_in_latent_attention_multiplies_scores(deepseek2: tuple[Metadata, T
         ({"attention.kv_lora_rank": 2048}, ConfigError, "rank of keys and values is 2048"),
         ({"attention.key_length_mla": 16}, ConfigError, "plain dimension of keys is 0"),
         ({"attention.value_length_mla": 0}, ConfigError, "value dimension is 0"),
-        ({"expert_count": 8}, UnsupportedError, "mixture of experts"),
+        ({"expert_count": 8}, ConfigError, "expert_feed_forward_length is missing"),
         ({"rope.scaling.type": "su"}, UnsupportedError, "'su'"),
     ],
 )
