@@ -13,7 +13,7 @@ from tests.laws.paths import Tinyrun, prompt
 from tests.laws.test_reference import reference_trace, reference_weights
 from tests.tiny import CASES
 
-from quaff.batch import Batch, Segment
+from quaff.batch import Batch
 from quaff.graph import reference
 from quaff.graph.builder import SCORING
 from quaff.graph.program import Graph, OpKind
@@ -67,8 +67,7 @@ def test_expert_bytes_are_those_of_the_routing(
     for order in ORDERS:
         sequence = model.cache.create()
         model.cache.grow(sequence, n)
-        segment = Segment(sequence, 0, np.array(tokens, np.int32), model.cache.tables(sequence), (n - 1,))
-        batch = Batch((segment,))
+        batch = Batch((model.cache.segment(sequence, np.array(tokens, np.int32), (n - 1,)),))
         spent = model.runner.run(batch, order).counters
         cells = list(order.cells(model.runner.grid(batch)))
         assert (spent.expert_rows, spent.experts_touched, spent.expert_bytes_touched) == touched(model, routing, cells), f"{order}"
