@@ -269,6 +269,11 @@ class ModelConfig:
         )
 
 
+def rows_per_expert(config: ModelConfig) -> float:
+    """Share of a cell's rows that meet an expert's weights, the least of all layers: 1 for dense models."""
+    return min((layer.experts.used / layer.experts.count for layer in config.layers if layer.experts), default=1.0)
+
+
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
     """How to run a model. None leaves the choice to the engine. Nothing here but `activations` and `kv_dtype` may change a bit, and

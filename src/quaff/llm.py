@@ -21,7 +21,7 @@ from quaff import _native, hub
 from quaff.batch import Counters
 from quaff.cache.pages import PageCache
 from quaff.checkpoint import Checkpoint
-from quaff.config import Activations, EngineConfig, KVDtype, ModelConfig, Quantize, Schedule
+from quaff.config import Activations, EngineConfig, KVDtype, ModelConfig, Quantize, Schedule, rows_per_expert
 from quaff.engine.engine import Engine, FinishReason, Request
 from quaff.engine.runner import Runner
 from quaff.engine.sampler import SamplingParams, StopMatcher, refused
@@ -364,11 +364,11 @@ def _is_several(prompt: object) -> bool:
     return isinstance(prompt[0], str | Sequence | np.ndarray) and not isinstance(prompt[0], bytes | bytearray | memoryview)
 
 
-def _measured_chunk(bytes_per_weight: float, threads: int) -> int:
+def _measured_chunk(bytes_per_weight: float, threads: int, expert_share: float) -> int:
     # The best of three short loops: a neighbour on the machine only ever makes one look slower.
     try:
         macs = max(_native.measure_int8(threads, 0.002) for _ in range(3))
-        return default_chunk(bytes_per_weight, macs, _native.measure_bandwidth(threads, 64))
+        return default_chunk(bytes_per_weight, macs, _native.measure_bandwidth(threads, 64), expert_share)
     except RuntimeError as error:  # a thread could not be started
         raise ConfigError(str(error)) from None
 
@@ -396,7 +396,7 @@ class LLM:
             limit = int(available * MEMORY_SHARE)
         self.accountant = Accountant(limit)
         self._weights = ResidentWeights(model.views, threads, self.accountant, progress)
-        self.chunk = engine_config.chunk or _measured_chunk(self._weights.bytes_per_weight, threads)
+        self.chunk = engine_config.chunk or _measured_chunk(self._weights.bytes_per_weight, threads, rows_per_expert(self.graph.config))
         pools = [
             _native.PagePool(len(kind.layers), kind.kv_heads, kind.dim, kind.value_dim, kind.value_bytes) for kind in self.graph.kv_kinds
         ]

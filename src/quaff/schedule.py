@@ -324,14 +324,18 @@ def expected_experts(experts: int, used: int, rows: int) -> float:
     return experts * (1.0 - (1.0 - used / experts) ** rows)
 
 
-MIN_CHUNK, MAX_CHUNK = 64, 512
+MIN_CHUNK, MAX_CHUNK, MAX_MIXTURE_CHUNK = 64, 512, 1024
 
 
-def default_chunk(bytes_per_weight: float, int8_macs_per_second: float, bandwidth_bytes_per_second: float) -> int:
-    """Rows per chunk, a multiple of 64 in 64..512, from the machine's ceilings and the model's packed bytes per weight.
+def default_chunk(
+    bytes_per_weight: float, int8_macs_per_second: float, bandwidth_bytes_per_second: float, rows_per_expert: float = 1.0
+) -> int:
+    """Rows per chunk, a multiple of 64 in 64..512 (mixtures: ..1024), from the machine's ceilings and the model's packed bytes per weight.
 
     Streaming a weight takes b / B seconds and using it for C rows C / M, equal at C = b * M / B. 128 times that row count leaves the
     stream 1 % of the arithmetic and the unpacking of panels no more; more rows only grow scratch.
+    Where only the share `rows_per_expert` of a chunk's rows meets an expert's weights, so many times more rows are needed.
     """
     ridge_rows = bytes_per_weight * int8_macs_per_second / bandwidth_bytes_per_second
-    return min(MAX_CHUNK, max(MIN_CHUNK, -(-int(128 * ridge_rows) // 64) * 64))
+    most = MAX_CHUNK if rows_per_expert == 1.0 else MAX_MIXTURE_CHUNK
+    return min(most, max(MIN_CHUNK, -(-int(128 * ridge_rows / rows_per_expert) // 64) * 64))

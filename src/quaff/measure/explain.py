@@ -9,6 +9,7 @@ from quaff import _native
 from quaff.batch import Counters
 from quaff.cache.pages import PageCache
 from quaff.checkpoint import Checkpoint
+from quaff.config import rows_per_expert
 from quaff.engine.engine import make_scheduler
 from quaff.errors import PromptError
 from quaff.graph.builder import build_graph
@@ -102,7 +103,9 @@ def explain(checkpoint: Checkpoint, tokens: int, ceilings: Ceilings, chunk: int 
     stages = stage_costs(graph, packed, graph.config.vocab)
     weight_bytes = sum(packed.values())
     trial = Trial(prompt=tokens)
-    rows = chunk or default_chunk(bytes_per_weight(tensors), ceilings.int8_macs_per_second, ceilings.bytes_per_second)
+    rows = chunk or default_chunk(
+        bytes_per_weight(tensors), ceilings.int8_macs_per_second, ceilings.bytes_per_second, rows_per_expert(graph.config)
+    )
     costs = []
     for order in (Order("token"), Order("chunk", rows), Order("layer", rows)):
         parts = forecast(graph, stages, order, trial)

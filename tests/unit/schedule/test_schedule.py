@@ -192,5 +192,7 @@ def test_checker_is_linear() -> None:
 def test_default_chunk_follows_the_ceilings() -> None:
     assert default_chunk(0.625, 50e9, 25e9) == 192  # ridge 1.25 rows, 128 times that is 160
     assert default_chunk(0.625, 1e9, 25e9) == 64
+    assert default_chunk(0.625, 50e9, 25e9, 0.25) == 640, "a quarter of the rows meets an expert"
+    assert default_chunk(4.0, 4e12, 10e9, 0.125) == 1024
     assert default_chunk(4.0, 4e12, 10e9) == 512
     assert all(default_chunk(0.6, m * 1e9, 20e9) % 64 == 0 for m in range(1, 2000, 37))
