@@ -10,7 +10,7 @@ from typing import Any
 from quaff.config import AttentionConfig, LayerConfig, ModelConfig
 from quaff.models import llama
 from quaff.models.experts import PROJECTIONS, expert_roles, experts_config, stacked
-from quaff.models.family import Builder, Family, HuggingFace, Imported, Tensors, TensorSpec, Weights, decoder_table, vocab_size
+from quaff.models.family import Builder, Family, HuggingFace, Imported, Tensors, TensorSpec, Weights, decoder_config, decoder_table
 from quaff.models.imported import DECODER, IGNORED, decoder_metadata, decoder_tensors, expect, rope_parameters
 from quaff.models.latent import (
     MODULES,
@@ -22,7 +22,7 @@ from quaff.models.latent import (
     latent_rope,
     value_matrices,
 )
-from quaff.models.metadata import MetadataReader, model_name
+from quaff.models.metadata import MetadataReader
 
 # Keys of the mixture, and their names in a config.json.
 EXPERT_KEYS = {
@@ -49,15 +49,12 @@ def config(metadata: Mapping[str, Any], tensors: Tensors) -> ModelConfig:
     latent = latent_config(m, tensors, rope_dim)
     rope, scale = latent_rope(m, latent, rope_dim)
     attention = AttentionConfig(heads, 1, latent.kv_rank + rope_dim, 0, scale, value_dim=latent.kv_rank)
-    c = ModelConfig(
-        architecture="deepseek2",
-        name=model_name(metadata),
-        dim=m.integer("embedding_length"),
-        ffn_dim=m.integer("feed_forward_length"),
-        vocab=vocab_size(metadata, tensors, m.integer("vocab_size", 0)),
-        context_length=m.integer("context_length"),
-        eps=m.number("attention.layer_norm_rms_epsilon"),
-        layers=tuple(LayerConfig("full", attention, rope, latent=latent, experts=None if i < dense else experts) for i in range(layers)),
+    c = decoder_config(
+        m,
+        metadata,
+        tensors,
+        "deepseek2",
+        tuple(LayerConfig("full", attention, rope, latent=latent, experts=None if i < dense else experts) for i in range(layers)),
     )
     m.finish()
     return c

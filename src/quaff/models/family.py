@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from quaff.checkpoint import TensorView
 from quaff.config import AttentionConfig, DeltaConfig, ExpertsConfig, LayerConfig, ModelConfig, RopeConfig
 from quaff.errors import ConfigError, UnsupportedError, quote
+from quaff.models.metadata import MetadataReader, model_name
 
 Tensors = Mapping[str, tuple[tuple[int, ...], int]]
 """Name -> (shape as (n,), (rows, cols) or (matrices, rows, cols), ggml type) of every tensor in a checkpoint."""
@@ -288,6 +289,24 @@ def decoder_table(config: ModelConfig, layer: Mapping[str, tuple[int, ...]], bia
                 yield TensorSpec(f"blk.{i}.{role}.bias", layer[role][:-1], optional=not required)
 
     return tuple(specs())
+
+
+def decoder_config(
+    m: MetadataReader, metadata: Mapping[str, Any], tensors: Tensors, architecture: str, layers: tuple[LayerConfig, ...], **more: Any
+) -> ModelConfig:
+    """A ModelConfig of the keys that every decoder has; `more`: fields that some have alone, or read in their own way."""
+    shared: dict[str, Any] = {
+        "architecture": architecture,
+        "name": model_name(metadata),
+        "dim": m.integer("embedding_length"),
+        "vocab": vocab_size(metadata, tensors, m.integer("vocab_size", 0)),
+        "context_length": m.integer("context_length"),
+        "eps": m.number("attention.layer_norm_rms_epsilon"),
+        "layers": layers,
+    }
+    if "ffn_dim" not in more:
+        shared["ffn_dim"] = m.integer("feed_forward_length")
+    return ModelConfig(**shared, **more)
 
 
 def vocab_size(metadata: Mapping[str, Any], tensors: Tensors, declared: int) -> int:

@@ -9,7 +9,7 @@ import numpy as np
 
 from quaff.config import AttentionConfig, LayerConfig, ModelConfig, RopeConfig
 from quaff.models import llama
-from quaff.models.family import Builder, Family, HuggingFace, Imported, Tensors, TensorSpec, Weights, decoder_table, vocab_size
+from quaff.models.family import Builder, Family, HuggingFace, Imported, Tensors, TensorSpec, Weights, decoder_config, decoder_table
 from quaff.models.imported import (
     DECODER,
     IGNORED,
@@ -20,7 +20,7 @@ from quaff.models.imported import (
     rope_metadata,
     rope_parameters,
 )
-from quaff.models.metadata import MetadataReader, head_dim, model_name
+from quaff.models.metadata import MetadataReader, head_dim
 from quaff.models.rope import read_rope
 
 PATTERN = 6
@@ -42,15 +42,12 @@ def config(metadata: Mapping[str, Any], tensors: Tensors) -> ModelConfig:
     full = LayerConfig("full", AttentionConfig(heads, kv_heads, size, 0, scale), rope)
     plain = RopeConfig(m.number("rope.freq_base_swa", 10000.0), rope.rotary_dim, False)
     sliding = LayerConfig("sliding", AttentionConfig(heads, kv_heads, size, window, scale), plain)
-    c = ModelConfig(
-        architecture="gemma3",
-        name=model_name(metadata),
-        dim=dim,
-        ffn_dim=m.integer("feed_forward_length"),
-        vocab=vocab_size(metadata, tensors, m.integer("vocab_size", 0)),
-        context_length=m.integer("context_length"),
-        eps=m.number("attention.layer_norm_rms_epsilon"),
-        layers=tuple(full if (i + 1) % PATTERN == 0 else sliding for i in range(layers)),
+    c = decoder_config(
+        m,
+        metadata,
+        tensors,
+        "gemma3",
+        tuple(full if (i + 1) % PATTERN == 0 else sliding for i in range(layers)),
         embedding_scale=float(np.float32(np.sqrt(float(dim)))),
     )
     m.finish()

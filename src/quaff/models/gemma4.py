@@ -13,10 +13,10 @@ import numpy as np
 from quaff.config import AttentionConfig, LayerConfig, LayerKind, ModelConfig, RopeConfig
 from quaff.errors import ConfigError, UnsupportedError
 from quaff.models import gemma3
-from quaff.models.family import OUTPUT_SCALE, Builder, HuggingFace, Tensors, TensorSpec, Weights, vocab_size
+from quaff.models.family import OUTPUT_SCALE, Builder, HuggingFace, Tensors, TensorSpec, Weights, decoder_config
 from quaff.models.gemma4_folder import imported_metadata, imported_tensors
 from quaff.models.imported import IGNORED
-from quaff.models.metadata import MetadataReader, model_name
+from quaff.models.metadata import MetadataReader
 from quaff.models.rope import FREQS, read_rope
 
 
@@ -46,15 +46,13 @@ def config(metadata: Mapping[str, Any], tensors: Tensors) -> ModelConfig:
         what: LayerKind = "sliding" if kind else "full"
         return LayerConfig(what, attention, ropes[kind], ffn_dim=ffn[i], kv_layer=source, output_scale=scale[0])
 
-    c = ModelConfig(
-        architecture="gemma4",
-        name=model_name(metadata),
-        dim=dim,
+    c = decoder_config(
+        m,
+        metadata,
+        tensors,
+        "gemma4",
+        tuple(layer(i) for i in range(layers)),
         ffn_dim=ffn[0],
-        vocab=vocab_size(metadata, tensors, m.integer("vocab_size", 0)),
-        context_length=m.integer("context_length"),
-        eps=m.number("attention.layer_norm_rms_epsilon"),
-        layers=tuple(layer(i) for i in range(layers)),
         per_layer_dim=m.integer("embedding_length_per_layer_input", 0),
         embedding_scale=float(np.float32(np.sqrt(float(dim)))),
         logit_softcap=m.number("final_logit_softcapping", 0.0),

@@ -12,9 +12,9 @@ from numpy.typing import NDArray
 from quaff.config import AttentionConfig, LayerConfig, ModelConfig
 from quaff.models import llama
 from quaff.models.experts import experts_config
-from quaff.models.family import Builder, Family, HuggingFace, Imported, Tensors, TensorSpec, Weights, decoder_table, vocab_size
+from quaff.models.family import Builder, Family, HuggingFace, Imported, Tensors, TensorSpec, Weights, decoder_config, decoder_table
 from quaff.models.imported import DECODER, IGNORED, Array, decoder_metadata, decoder_tensors, expect, rope_metadata, rope_parameters
-from quaff.models.metadata import MetadataReader, head_dim, model_name
+from quaff.models.metadata import MetadataReader, head_dim
 from quaff.models.rope import read_rope
 
 # Of the gate: what its sigmoid is multiplied by, and the limit of gate and up. Files do not state them.
@@ -34,15 +34,13 @@ def config(metadata: Mapping[str, Any], tensors: Tensors) -> ModelConfig:
     experts = experts_config(m, "softmax_of_chosen", ffn_dim=ffn_dim)
     full = LayerConfig("full", AttentionConfig(heads, kv_heads, size, 0, scale), rope, experts=experts)
     sliding = LayerConfig("sliding", AttentionConfig(heads, kv_heads, size, window, scale), rope, experts=experts)
-    c = ModelConfig(
-        architecture="gpt-oss",
-        name=model_name(metadata),
-        dim=dim,
+    c = decoder_config(
+        m,
+        metadata,
+        tensors,
+        "gpt-oss",
+        tuple(full if i % 2 else sliding for i in range(m.layers())),
         ffn_dim=ffn_dim,
-        vocab=vocab_size(metadata, tensors, m.integer("vocab_size", 0)),
-        context_length=m.integer("context_length"),
-        eps=m.number("attention.layer_norm_rms_epsilon"),
-        layers=tuple(full if i % 2 else sliding for i in range(m.layers())),
     )
     m.finish()
     return c

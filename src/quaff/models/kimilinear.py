@@ -15,17 +15,17 @@ from quaff.errors import ConfigError, UnsupportedError
 from quaff.models import llama
 from quaff.models.deltanet import kda, kda_imported, kda_roles
 from quaff.models.experts import MIXTRAL, PROJECTIONS, expert_roles, experts_config, imported_experts
-from quaff.models.family import Builder, Family, HuggingFace, Imported, Tensors, TensorSpec, Weights, vocab_size
+from quaff.models.family import Builder, Family, HuggingFace, Imported, Tensors, TensorSpec, Weights, decoder_config
 from quaff.models.imported import DECODER, decoder_metadata, decoder_tensors, expect, rope_parameters
 from quaff.models.latent import MODULES, key_matrices, latent_attention, latent_config, latent_metadata, latent_roles, value_matrices
-from quaff.models.metadata import MetadataReader, model_name
+from quaff.models.metadata import MetadataReader
 
 ARCHITECTURE = "kimi-linear"
 
 
 def config(metadata: Mapping[str, Any], tensors: Tensors) -> ModelConfig:
     m = MetadataReader(metadata, ARCHITECTURE)
-    dim, heads, layers = m.integer("embedding_length"), m.integer("attention.head_count"), m.layers()
+    heads, layers = m.integer("attention.head_count"), m.layers()
     # A layer without KV heads is recurrent.
     kv_heads = m.per_layer("attention.head_count_kv", layers)
     if not any(kv_heads):
@@ -44,16 +44,7 @@ def config(metadata: Mapping[str, Any], tensors: Tensors) -> ModelConfig:
         own = LayerConfig("full", attention, None, latent=latent) if kv else LayerConfig("delta", attention, None, taps, delta)
         return replace(own, experts=experts if i >= dense else None)
 
-    c = ModelConfig(
-        architecture=ARCHITECTURE,
-        name=model_name(metadata),
-        dim=dim,
-        ffn_dim=m.integer("feed_forward_length"),
-        vocab=vocab_size(metadata, tensors, m.integer("vocab_size", 0)),
-        context_length=m.integer("context_length"),
-        eps=m.number("attention.layer_norm_rms_epsilon"),
-        layers=tuple(layer(i, kv) for i, kv in enumerate(kv_heads)),
-    )
+    c = decoder_config(m, metadata, tensors, ARCHITECTURE, tuple(layer(i, kv) for i, kv in enumerate(kv_heads)))
     m.finish()
     return c
 

@@ -11,9 +11,9 @@ from quaff.config import AttentionConfig, LayerConfig, ModelConfig
 from quaff.errors import ConfigError
 from quaff.models import llama
 from quaff.models.experts import expert_roles, experts_config
-from quaff.models.family import Builder, Family, HuggingFace, Imported, Tensors, TensorSpec, Weights, vocab_size
+from quaff.models.family import Builder, Family, HuggingFace, Imported, Tensors, TensorSpec, Weights, decoder_config
 from quaff.models.imported import decoder_metadata, decoder_tensors, expect, heads_of, rope_metadata, rope_parameters
-from quaff.models.metadata import MetadataReader, head_dim, model_name
+from quaff.models.metadata import MetadataReader, head_dim
 from quaff.models.rope import read_rope
 
 
@@ -34,16 +34,7 @@ def config(metadata: Mapping[str, Any], tensors: Tensors, architecture: str = "l
         attention = AttentionConfig(heads, heads_kv or max(kv_heads), size, 0, float(np.float32(1 / np.sqrt(float(size)))))
         return LayerConfig("full" if heads_kv else "conv", attention, rope, conv_taps=0 if heads_kv else taps, experts=experts)
 
-    c = ModelConfig(
-        architecture=architecture,
-        name=model_name(metadata),
-        dim=dim,
-        ffn_dim=m.integer("feed_forward_length"),
-        vocab=vocab_size(metadata, tensors, m.integer("vocab_size", 0)),
-        context_length=m.integer("context_length"),
-        eps=m.number("attention.layer_norm_rms_epsilon"),
-        layers=tuple(layer(i, n) for i, n in enumerate(kv_heads)),
-    )
+    c = decoder_config(m, metadata, tensors, architecture, tuple(layer(i, n) for i, n in enumerate(kv_heads)))
     m.finish()
     return c
 

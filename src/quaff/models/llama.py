@@ -17,9 +17,9 @@ from quaff.models.experts import (
     imported_experts,
     imported_experts_metadata,
 )
-from quaff.models.family import Builder, Family, HuggingFace, Imported, Tensors, TensorSpec, Weights, decoder_table, vocab_size
+from quaff.models.family import Builder, Family, HuggingFace, Imported, Tensors, TensorSpec, Weights, decoder_config, decoder_table
 from quaff.models.imported import IGNORED, decoder_metadata, decoder_tensors, expect, rope_metadata, rope_parameters
-from quaff.models.metadata import MetadataReader, head_dim, model_name
+from quaff.models.metadata import MetadataReader, head_dim
 from quaff.models.rope import read_rope
 
 # Biases of the attention's projections, by whether a file must have them: few Llama files do.
@@ -52,15 +52,13 @@ def read(
     experts = experts_config(m, normalise=normalise, ffn_dim=ffn_dim) if m.integer("expert_count", 0) else None
     m.refuse_unless("expert_used_count", (experts.used if experts else 0,), "a number of experts used without experts")
     layer = LayerConfig("sliding" if window else "full", attention, read_rope(m, size, interleaved), experts=experts)
-    return ModelConfig(
-        architecture=architecture,
-        name=model_name(metadata),
-        dim=dim,
+    return decoder_config(
+        m,
+        metadata,
+        tensors,
+        architecture,
+        (layer,) * m.layers(),
         ffn_dim=ffn_dim,
-        vocab=vocab_size(metadata, tensors, m.integer("vocab_size", 0)),
-        context_length=length,
-        eps=m.number("attention.layer_norm_rms_epsilon"),
-        layers=(layer,) * m.layers(),
     )
 
 

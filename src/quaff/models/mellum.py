@@ -12,9 +12,9 @@ import numpy as np
 from quaff.config import AttentionConfig, LayerConfig, ModelConfig, RopeConfig
 from quaff.models import llama
 from quaff.models.experts import experts_config, imported_experts, imported_experts_metadata
-from quaff.models.family import HuggingFace, Imported, Tensors, vocab_size
+from quaff.models.family import HuggingFace, Imported, Tensors, decoder_config
 from quaff.models.imported import DECODER, IGNORED, decoder_metadata, decoder_tensors, expect, rope_metadata, rope_parameters
-from quaff.models.metadata import MetadataReader, head_dim, model_name
+from quaff.models.metadata import MetadataReader, head_dim
 from quaff.models.qwen3moe import QK_NORMS
 from quaff.models.rope import read_rope
 
@@ -34,15 +34,13 @@ def config(metadata: Mapping[str, Any], tensors: Tensors) -> ModelConfig:
     if any(slides):
         own = RopeConfig(theta, rope.rotary_dim, False)
         sliding = LayerConfig("sliding", AttentionConfig(heads, kv_heads, size, window, scale), own, experts=experts)
-    c = ModelConfig(
-        architecture="mellum",
-        name=model_name(metadata),
-        dim=dim,
+    c = decoder_config(
+        m,
+        metadata,
+        tensors,
+        "mellum",
+        tuple(sliding if slide else full for slide in slides),
         ffn_dim=ffn_dim,
-        vocab=vocab_size(metadata, tensors, m.integer("vocab_size", 0)),
-        context_length=m.integer("context_length"),
-        eps=m.number("attention.layer_norm_rms_epsilon"),
-        layers=tuple(sliding if slide else full for slide in slides),
     )
     m.finish()
     return c

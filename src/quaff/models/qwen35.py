@@ -12,9 +12,9 @@ from quaff.errors import ConfigError
 from quaff.models import llama
 from quaff.models.deltanet import delta_config, delta_imported, delta_metadata, delta_net, delta_tensors
 from quaff.models.experts import experts_config, mixture
-from quaff.models.family import Builder, Family, HuggingFace, Imported, Tensors, TensorSpec, Weights, vocab_size
+from quaff.models.family import Builder, Family, HuggingFace, Imported, Tensors, TensorSpec, Weights, decoder_config
 from quaff.models.imported import DECODER, decoder_metadata, decoder_tensors, expect, heads_of, rope_metadata, rope_parameters
-from quaff.models.metadata import MetadataReader, head_dim, model_name
+from quaff.models.metadata import MetadataReader, head_dim
 from quaff.models.rope import read_rope
 
 
@@ -33,15 +33,13 @@ def config(metadata: Mapping[str, Any], tensors: Tensors, architecture: str = "q
     full = LayerConfig("full", attention, rope, experts=experts)
     taps, delta = m.integer("ssm.conv_kernel"), delta_config(m, tiled)
     recurrent = LayerConfig("delta", attention, rope, conv_taps=taps, delta=delta, experts=experts)
-    c = ModelConfig(
-        architecture=architecture,
-        name=model_name(metadata),
-        dim=dim,
+    c = decoder_config(
+        m,
+        metadata,
+        tensors,
+        architecture,
+        tuple(full if (i + 1) % interval == 0 else recurrent for i in range(layers)),
         ffn_dim=m.integer("feed_forward_length", experts.ffn_dim if experts else None),
-        vocab=vocab_size(metadata, tensors, m.integer("vocab_size", 0)),
-        context_length=m.integer("context_length"),
-        eps=m.number("attention.layer_norm_rms_epsilon"),
-        layers=tuple(full if (i + 1) % interval == 0 else recurrent for i in range(layers)),
     )
     m.finish()
     return c
