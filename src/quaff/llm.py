@@ -6,7 +6,7 @@ import math
 import os
 import time
 import weakref
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
@@ -23,8 +23,9 @@ from quaff.cache.pages import PageCache
 from quaff.checkpoint import Checkpoint
 from quaff.config import Activations, EngineConfig, KVDtype, ModelConfig, Quantize, Schedule, rows_per_expert
 from quaff.engine.engine import Engine, FinishReason, Request
+from quaff.engine.reader import Reader
 from quaff.engine.runner import Runner
-from quaff.engine.sampler import SamplingParams, StopMatcher, refused
+from quaff.engine.sampler import SamplingParams, refused
 from quaff.errors import ConfigError, MemoryBudgetError, PromptError, QuaffError, located, quote
 from quaff.graph.builder import build_graph
 from quaff.graph.program import Graph
@@ -55,6 +56,18 @@ class Timings:
     ttft_seconds: float
     decode_seconds: float
     decode_tokens: int
+
+    @classmethod
+    def of(cls, request: Request, first_at: float) -> Timings:
+        """Of a request that is done, whose first token came at `first_at` (perf_counter seconds; 0: none came)."""
+        first = first_at or request.finished_at
+        return cls(
+            prefill_seconds=max(0.0, request.prefilled_at - request.started_at),
+            prefill_tokens=min(request.computed, request.prompt_tokens) - request.reused,
+            ttft_seconds=first - request.submitted_at,
+            decode_seconds=max(0.0, request.finished_at - first),
+            decode_tokens=max(0, request.generated - 1),
+        )
 
     @property
     def prefill_tokens_per_second(self) -> float:
@@ -168,38 +181,10 @@ class Score:
         return math.exp(-math.fsum(self.logprobs) / len(self.logprobs))
 
 
-class _Reader:
-    """Turns a request's tokens into text: whole characters only, cut at stop strings."""
-
-    def __init__(self, tokenizer: Tokenizer, params: SamplingParams) -> None:
-        self._silent = frozenset() if params.ignore_eos else tokenizer.end_ids
-        self._decoder = tokenizer.decoder()
-        self._stop = StopMatcher(params.stop)
-        self.deltas: deque[str] = deque()
-        self.parts: list[str] = []
-        self.first_at = 0.0
-
-    def accept(self, token: int) -> FinishReason | None:
-        if not self.first_at:
-            self.first_at = time.perf_counter()
-        if token not in self._silent:
-            self._add(self._stop.push(self._decoder.push(token)))
-        return "stop" if self._stop.stopped else None
-
-    def finish(self) -> None:
-        """Once, after the last token: what was held back and turned out to be text."""
-        self._add(self._stop.push(self._decoder.finish()) + self._stop.finish())
-
-    def _add(self, text: str) -> None:
-        if text:
-            self.deltas.append(text)
-            self.parts.append(text)
-
-
 class TextStream:
     """Iterator over the pieces of one completion, as they are generated. `completion` is there when it has ended."""
 
-    def __init__(self, llm: LLM, request: Request, reader: _Reader, progress: _PrefillProgress | None) -> None:
+    def __init__(self, llm: LLM, request: Request, reader: Reader, progress: _PrefillProgress | None) -> None:
         self._llm = llm
         self._request = request
         self._reader = reader
@@ -278,15 +263,8 @@ class _PrefillProgress:
             self._report(done, self._total)
 
 
-def _completion(request: Request, reader: _Reader, counters: Counters) -> Completion:
-    first = reader.first_at or request.finished_at
-    timings = Timings(
-        prefill_seconds=max(0.0, request.prefilled_at - request.started_at),
-        prefill_tokens=min(request.computed, request.prompt_tokens) - request.reused,
-        ttft_seconds=first - request.submitted_at,
-        decode_seconds=max(0.0, request.finished_at - first),
-        decode_tokens=max(0, request.generated - 1),
-    )
+def _completion(request: Request, reader: Reader, counters: Counters) -> Completion:
+    timings = Timings.of(request, reader.first_at)
     reason = request.finish_reason or "error"
     tokens = tuple(request.tokens[request.prompt_tokens :])
     return Completion("".join(reader.parts), tokens, request.prompt_tokens, request.reused, reason, timings, counters, request.error)
@@ -535,7 +513,7 @@ class LLM:
             raise ConfigError(f"{len(prompts)} prompts need as many sampling parameters, not {len(each)}")
         encoded = [self.encode(p) for p in prompts]
         before = self.counters
-        readers = [_Reader(self.tokenizer, p) for p in each]
+        readers = [Reader(self.tokenizer, p) for p in each]
         requests: list[Request] = []
         try:
             for ids, p, reader in zip(encoded, each, readers, strict=True):
@@ -560,7 +538,7 @@ class LLM:
         """Complete one prompt piece by piece. Pieces are whole characters and never part of a stop string."""
         params = params or SamplingParams()
         tokens = self.encode(prompt)
-        reader = _Reader(self.tokenizer, params)
+        reader = Reader(self.tokenizer, params)
         request = self._submit(tokens, params, reader, state)
         return TextStream(self, request, reader, _PrefillProgress(self.engine, [request], progress) if progress else None)
 
@@ -662,7 +640,7 @@ class LLM:
 
     # Inside
 
-    def _submit(self, tokens: list[int], params: SamplingParams, reader: _Reader, state: State | None) -> Request:
+    def _submit(self, tokens: list[int], params: SamplingParams, reader: Reader, state: State | None) -> Request:
         base, base_tokens = state.base(self.engine) if state is not None else (None, ())
         return self.engine.submit(tokens, params=params, accept=reader.accept, base=base, base_tokens=base_tokens)
 

@@ -100,12 +100,19 @@ def refused(error: ValueError, position: int) -> ValueError | NonFiniteError:
 
 
 class StopMatcher:
-    """Cuts streamed text at the first stop string, and holds back what may still become one: no part of a stop string ever leaks."""
+    """Cuts streamed text at the first stop string, and holds back what may still become one: no part of a stop string ever leaks.
+
+    `met` is the stop string that was found, of several at one place the one that sorts first.
+    """
 
     def __init__(self, stop: tuple[str, ...]) -> None:
         self._stop = stop
         self._held = ""
-        self.stopped = False
+        self.met: str | None = None
+
+    @property
+    def stopped(self) -> bool:
+        return self.met is not None
 
     def push(self, text: str) -> str:
         """Text that is safe to show now; nothing more comes once `stopped`."""
@@ -114,10 +121,10 @@ class StopMatcher:
         if not self._stop:
             return text
         self._held += text
-        found = [at for s in self._stop if (at := self._held.find(s)) >= 0]
+        found = [(at, s) for s in self._stop if (at := self._held.find(s)) >= 0]
         if found:
-            self.stopped = True
-            safe, self._held = self._held[: min(found)], ""
+            at, self.met = min(found)
+            safe, self._held = self._held[:at], ""
             return safe
         keep = max(self._overlap(s) for s in self._stop)
         safe, self._held = self._held[: len(self._held) - keep], self._held[len(self._held) - keep :]
