@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import codecs
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 from quaff.errors import CheckpointError, PromptError, UnsupportedError, quote
@@ -139,6 +139,15 @@ class Tokenizer:
             ids.insert(0, bos)
         return ids
 
+    @property
+    def runs_json(self) -> bool:
+        """Whether a tokenizer.json cuts texts, by rules of its own around special tokens."""
+        return isinstance(self._encoder, JsonEncoder)
+
+    def pieces(self, text: str) -> list[str | int]:
+        """`text` cut at special and user-defined tokens: plain texts (never empty) and token ids, in order."""
+        return self._all_unique.split(text)
+
     def decode(self, ids: Iterable[int], skip_special: bool = True, start_of_text: bool = False) -> str:
         """The text of `ids`; bytes that are not UTF-8 become U+FFFD. `skip_special`: control tokens have no text.
 
@@ -148,9 +157,9 @@ class Tokenizer:
         decoder = self.decoder(skip_special, start_of_text)
         return "".join([decoder.push(token) for token in ids]) + decoder.finish()
 
-    def decoder(self, skip_special: bool = True, start_of_text: bool = False) -> IncrementalDecoder:
-        """A decoder that takes one token at a time; its parts add up to `decode` of all of them."""
-        return IncrementalDecoder(self, skip_special, start_of_text and self._space_prefix)
+    def decoder(self, skip_special: bool = True, start_of_text: bool = False, shown: Collection[int] = frozenset()) -> IncrementalDecoder:
+        """A decoder that takes one token at a time; its parts add up to `decode` of all of them. `shown`: special tokens not to skip."""
+        return IncrementalDecoder(self, skip_special, start_of_text and self._space_prefix, shown)
 
     def token_text(self, token: int) -> str:
         """What a token stands for, control tokens by name; bytes that are not UTF-8 by themselves become U+FFFD."""
@@ -183,15 +192,16 @@ class Tokenizer:
 class IncrementalDecoder:
     """Turns tokens into text as they come. A character whose bytes are spread over tokens appears when its last byte does."""
 
-    def __init__(self, tokenizer: Tokenizer, skip_special: bool, strip_space: bool) -> None:
+    def __init__(self, tokenizer: Tokenizer, skip_special: bool, strip_space: bool, shown: Collection[int] = frozenset()) -> None:
         self._tokenizer = tokenizer
         self._skip_special = skip_special
+        self._shown = shown
         self._strip_space = strip_space
         self._utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
 
     def push(self, token: int) -> str:
         """The text that `token` completes, possibly empty."""
-        piece = self._tokenizer.token_bytes(token, self._skip_special)
+        piece = self._tokenizer.token_bytes(token, self._skip_special and token not in self._shown)
         if self._strip_space and piece:
             piece = piece.removeprefix(b" ")
             self._strip_space = False

@@ -264,3 +264,14 @@ def test_every_pre_tokenizer_loses_nothing(name: str) -> None:
     tokenizer = Tokenizer.from_metadata(byte_level(ggml__pre=name, ggml__add_bos_token=False))
     text = "Hello's  W\u00f6rld 12345\t\u4e2d\u6587\u3002\r\n\n \u00a0x~~ IMGIMGABZ \U00013460\u0301 9\u0966 "
     assert tokenizer.decode(tokenizer.encode(text)) == text
+
+
+def test_pieces_and_marks_that_are_shown() -> None:
+    tokenizer = Tokenizer.from_metadata(byte_level([], {"<c>": 3, "<u>": 4}))
+    control, user = tokenizer.vocabulary.ids["<c>"], tokenizer.vocabulary.ids["<u>"]
+    assert tokenizer.pieces("a<c>b<u><u>") == ["a", control, "b", user, user]
+    assert not tokenizer.runs_json
+    ids = tokenizer.encode("a<c>b<u>", add_special=False, parse_special=True)
+    decoder = tokenizer.decoder(shown={control})
+    assert "".join(decoder.push(token) for token in ids) == "a<c>b<u>"
+    assert tokenizer.decode(ids) == "ab<u>"
