@@ -65,3 +65,11 @@ class NonFiniteError(QuaffError):
 
 class HubError(QuaffError):
     """A model could not be found by its name, fetched, or written to the cache folder."""
+
+
+class QueueFullError(QuaffError):
+    """More requests wait than the queue takes. `retry_after_seconds`: when there may be room."""
+
+    def __init__(self, message: str, retry_after_seconds: int = 1) -> None:
+        super().__init__(message)
+        self.retry_after_seconds = retry_after_seconds

@@ -6,6 +6,7 @@ for all requests. What a request may see of a step is committed after the step: 
 
 from __future__ import annotations
 
+import itertools
 import signal
 import threading
 import time
@@ -14,18 +15,20 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import FrameType
-from typing import Literal
+from typing import Literal, TypedDict, Unpack
 
 import numpy as np
 from numpy.typing import NDArray
 
 from quaff.batch import Batch, Counters, Logits
 from quaff.cache.pages import PageCache
+from quaff.engine.pace import Pace, Policy
 from quaff.engine.runner import Runner
-from quaff.engine.sampler import SamplingParams, sample
+from quaff.engine.sampler import Constraint, SamplingParams, TokenLogprobs, describe, sample
 from quaff.engine.scheduler import NO_LOGITS, Scheduler, Work
+from quaff.engine.speculate import Lookup
 from quaff.errors import MemoryBudgetError, NonFiniteError
-from quaff.graph.program import Graph
+from quaff.graph.program import Graph, OpKind
 from quaff.schedule import Order
 
 FinishReason = Literal["stop", "length", "cancelled", "error", "prefilled"]
@@ -35,27 +38,61 @@ LOGITS_BYTES = 64 << 20
 BLOCK_ROWS = {"token": 256, "chunk": 2048, "layer": 4096}
 """Rows of prompts in one native call. A cancelled layer-major step may lose its whole block; longer blocks only save Python's share."""
 LAYER_SCRATCH_BYTES = 1 << 30
+STEP_DRAFTS = 32
+"""Guessed rows of one step, shared out among those that decode in it: they must not cost the others more than a short prompt would."""
+
+Accept = Callable[[int], FinishReason | None]
+OnLogits = Callable[[int, NDArray[np.float32]], None]
+
+
+class Options(TypedDict, total=False):
+    """What a request may have besides its tokens; see `Engine.submit`."""
+
+    params: SamplingParams | None
+    logits_from: int | None
+    accept: Accept | None
+    on_logits: OnLogits | None
+    base: int | None
+    base_tokens: Sequence[int]
+    keep: bool
+    constraint: Constraint | None
+    share: Request | None
 
 
 @dataclass(eq=False, slots=True)
 class Request:
-    """A sequence in the engine. `tokens` are known, `computed` of them are in the KV state. Read it freely; only the engine writes."""
+    """A sequence in the engine. `tokens` are known, `computed` of them are in the KV state. Read it freely; only the engine writes.
+
+    `limit`: positions it may have. `logprobs` has one entry per generated token and `prompt_logprobs` one per prompt token after the first,
+    where its parameters ask for them. `drafted` guessed tokens were checked, `accepted` of them were right.
+    """
 
     id: int
     tokens: list[int]
     params: SamplingParams | None
     logits_from: int
-    accept: Callable[[int], FinishReason | None] | None
-    on_logits: Callable[[int, NDArray[np.float32]], None] | None
+    accept: Accept | None
+    on_logits: OnLogits | None
     keep: bool
-    sequence: int
-    reused: int
+    constraint: Constraint | None
+    share: Request | None
+    base: int | None
+    base_tokens: Sequence[int]
     prompt_tokens: int
+    limit: int
+    sequence: int = 0
+    reused: int = 0
     computed: int = 0
     admitted: bool = False
     cancelled: bool = False
     finish_reason: FinishReason | None = None
     error: Exception | None = None
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
+    lookup: Lookup | None = None
+    draft: list[int] = field(default_factory=list)
+    drafted: int = 0
+    accepted: int = 0
     submitted_at: float = field(default_factory=time.perf_counter)
     started_at: float = 0.0
     prefilled_at: float = 0.0
@@ -70,14 +107,31 @@ class Request:
         return len(self.tokens) - self.prompt_tokens
 
 
-def make_scheduler(order: Order, graph: Graph) -> Scheduler:
+def row_work(graph: Graph) -> Callable[[int], int]:
+    """Multiply-accumulates of one row of a prompt by its position, without the head."""
+    last = max((i for i, stage in enumerate(graph.stages) if stage.kind == "mixer"), default=0)
+    stages = graph.stages[: last + 1]
+    fixed = sum(stage.macs_per_row + stage.state_macs_per_row for stage in stages)
+    windows: dict[int, int] = {}
+    for op in (op for stage in stages for op in stage.program.ops if op.kind == OpKind.ATTEND):
+        _, _, heads, _, dim, window, value_dim = op.ints
+        windows[window] = windows.get(window, 0) + heads * (dim + value_dim)
+    each = [(macs, window or 1 << 62) for window, macs in windows.items()]
+    return lambda position: fixed + sum(macs * min(position + 1, window) for macs, window in each)
+
+
+def make_scheduler(order: Order, graph: Graph, policy: Policy | None = None) -> Scheduler:
     """An empty scheduler with the step sizes of an order."""
     rows = BLOCK_ROWS[order.name]
     if order.name == "layer":
         rows = min(rows, LAYER_SCRATCH_BYTES // max(1, graph.scratch_bytes_per_row))
     # Whole chunks, so that cutting a prompt into blocks adds no cell.
     block_rows = max(1, rows // order.chunk) * order.chunk
-    return Scheduler(block_rows, order.chunk if order.name != "token" else 64, max(1, LOGITS_BYTES // (4 * graph.config.vocab)))
+    mixed_rows = order.chunk if order.name != "token" else 64
+    if policy is not None and policy.max_stall_ms is not None and order.name != "layer":
+        # What others may have to wait for, and what a cancelled step of a recurrent model may lose.
+        block_rows = mixed_rows
+    return Scheduler(block_rows, mixed_rows, max(1, LOGITS_BYTES // (4 * graph.config.vocab)), row_work(graph))
 
 
 class Engine:
@@ -88,86 +142,159 @@ class Engine:
         self.cache = cache
         self.context = context
         self.end_ids = end_ids
+        self.policy = Policy()
         self.counters = Counters(weight_bytes_loaded=runner.loaded_bytes)
         self.steps = 0
+        self.drafted_tokens = 0
+        self.accepted_tokens = 0
         self.lock = threading.RLock()
         self._requests: dict[int, Request] = {}
         self._waiting: deque[Request] = deque()
+        self._followers: dict[int, list[Request]] = {}
+        self._running: tuple[Request, ...] = ()
         self._orphans: deque[int] = deque()
-        self._next_id = 0
+        self._ids = itertools.count(1)
         self._busy = False
         self._closed = False
+        self._pace: Pace | None = None
         self.set_order(order)
 
     def set_order(self, order: Order) -> None:
         """Walk the grid in another order from the next step on; no bit depends on it. MemoryBudgetError when there is no room for it."""
         with self._working():
-            scheduler = make_scheduler(order, self.runner.graph)
-            self._reserve_step(scheduler, order)
-            self.order = order
-            self.block_rows = scheduler.prompt_rows
-            for request in self._requests.values():
-                if request.admitted:
-                    scheduler.add(request.id, len(request.tokens), request.computed, request.logits_from)
-            self._scheduler = scheduler
+            self._set(order, self.policy)
 
-    def submit(
-        self,
-        tokens: Sequence[int],
-        *,
-        params: SamplingParams | None = None,
-        logits_from: int | None = None,
-        accept: Callable[[int], FinishReason | None] | None = None,
-        on_logits: Callable[[int, NDArray[np.float32]], None] | None = None,
-        base: int | None = None,
-        base_tokens: Sequence[int] = (),
-        keep: bool = False,
-    ) -> Request:
-        """Queue a sequence of at least one token. The caller has checked ids and length.
+    def set_policy(self, policy: Policy) -> None:
+        """Treat requests in another way from the next step on; no bit depends on it. MemoryBudgetError when there is no room for it."""
+        with self._working():
+            self._set(self.order, policy)
+
+    def _set(self, order: Order, policy: Policy) -> None:
+        scheduler = make_scheduler(order, self.runner.graph, policy)
+        graph = self.runner.graph
+        # Recurrent layers are known at the end of a step only, and f32 keys of a guess that overflows would not stay hidden.
+        drafts = 0 if graph.state_kinds or graph.kv_value_bytes != 2 else policy.draft_tokens
+        self._reserve_step(scheduler, order, drafts)
+        self.order, self.policy, self._drafts = order, policy, drafts
+        # Layer-major reads all weights once a step: smaller steps would make everyone wait longer, not shorter.
+        paced = policy.max_stall_ms is not None and order.name != "layer"
+        self._pace = Pace((policy.max_stall_ms or 0) / 1000) if paced else None
+        self.block_rows = scheduler.prompt_rows
+        for request in self._requests.values():
+            if request.admitted:
+                scheduler.add(request.id, len(request.tokens), request.computed, request.logits_from)
+        self._scheduler = scheduler
+
+    @property
+    def running(self) -> int:
+        """Requests that take part in steps."""
+        return len(self._scheduler)
+
+    @property
+    def waiting(self) -> int:
+        """Requests that wait for memory, for others to end, or for the prompt that they share."""
+        return max(0, len(self._requests) - len(self._scheduler))
+
+    def submit(self, tokens: Sequence[int], **options: Unpack[Options]) -> Request:
+        """Queue a sequence of at least one token. The caller has checked ids and length; ConfigError for a biased id that is none.
 
         With `params` it generates; `accept` sees every new token (end tokens too) and may end the request. Without, it is only computed.
         `logits_from`: `on_logits(position, row)` gets every computed row from that position on, in order. `base`: a sequence that holds
         `base_tokens`; the prefix they share is not computed again, but the last token always is. `keep` leaves the sequence to the caller.
+        `constraint` says what may be generated. `share`: a request with the same prompt, most often of another `choice`: its state is used
+        as soon as its prompt is computed.
         """
+        request = self.request(tokens, **options)
+        self.enter(request)
+        return request
+
+    def request(self, tokens: Sequence[int], **options: Unpack[Options]) -> Request:
+        """A request that is to `enter`; takes no lock."""
+        params = options.get("params")
+        wanted = options.get("logits_from")
+        if params is not None:
+            params.check_vocab(self.runner.graph.config.vocab)
+            if wanted is None:
+                wanted = len(tokens) - 1 if params.prompt_logprobs is None else 0
+        return Request(
+            id=next(self._ids),
+            tokens=list(tokens),
+            params=params,
+            logits_from=NO_LOGITS if wanted is None else wanted,
+            accept=options.get("accept"),
+            on_logits=options.get("on_logits"),
+            keep=options.get("keep", False),
+            constraint=options.get("constraint"),
+            share=options.get("share"),
+            base=options.get("base"),
+            base_tokens=options.get("base_tokens", ()),
+            prompt_tokens=len(tokens),
+            limit=self.context,
+        )
+
+    def enter(self, request: Request) -> None:
+        """Queue a request that `request` made; ValueError when the model is closed."""
         with self._working():
             self._sweep()
             if self._closed:
                 raise ValueError("the model is closed")
-            return self._submit(tokens, params, logits_from, accept, on_logits, base, base_tokens, keep)
+            if request.base is not None:
+                self._fork(request, request.base, request.base_tokens)
+                request.base, request.base_tokens = None, ()
+            self._requests[request.id] = request
+            if request.params is not None and request.params.max_tokens == 0:
+                self._finish(request, "length")
+            elif not self._follow(request):
+                self._waiting.append(request)
 
-    def _submit(
-        self,
-        tokens: Sequence[int],
-        params: SamplingParams | None,
-        logits_from: int | None,
-        accept: Callable[[int], FinishReason | None] | None,
-        on_logits: Callable[[int, NDArray[np.float32]], None] | None,
-        base: int | None,
-        base_tokens: Sequence[int],
-        keep: bool,
-    ) -> Request:
-        reused = self.cache.longest(base, self._shared(tokens, base, base_tokens)) if base is not None else 0
-        sequence = self.cache.fork(base, reused) if base is not None and reused else self.cache.create()
-        if keep:
-            # Where the same tokens asked again start: the last one is always computed.
-            self.cache.snapshot(sequence, len(tokens) - 1)
-        if params is not None:
-            wanted = len(tokens) - 1 if logits_from is None else logits_from
-        else:
-            wanted = NO_LOGITS if logits_from is None else logits_from
-        self._next_id += 1
-        request = Request(
-            self._next_id, list(tokens), params, wanted, accept, on_logits, keep, sequence, reused, len(tokens), computed=reused
-        )
-        self._requests[request.id] = request
-        self._waiting.append(request)
-        if params is not None and params.max_tokens == 0:
-            self._finish(request, "length")
-        return request
+    def _fork(self, request: Request, base: int, base_tokens: Sequence[int]) -> None:
+        """Begin with what a sequence of `base_tokens` has; rows whose logits the parameters ask for must be computed, the last one too."""
+        wants_all = request.params is not None and request.params.prompt_logprobs is not None
+        most = 0 if wants_all else min(request.prompt_tokens - 1, len(base_tokens), self.cache.written(base))
+        shared = next((i for i in range(most) if request.tokens[i] != base_tokens[i]), most)
+        reused = self.cache.longest(base, shared)
+        request.sequence = self.cache.fork(base, reused) if reused else self.cache.create()
+        request.reused = request.computed = reused
 
-    def _shared(self, tokens: Sequence[int], base: int, base_tokens: Sequence[int]) -> int:
-        most = min(len(tokens) - 1, len(base_tokens), self.cache.written(base))
-        return next((i for i in range(most) if tokens[i] != base_tokens[i]), most)
+    def _follow(self, request: Request) -> bool:
+        """Wait for the prompt of the request that this one shares, unless that is computed, or never will be."""
+        leader = request.share
+        while leader is not None and leader.share is not None and not leader.sequence:
+            leader = leader.share  # one that waits as well
+        if leader is None or leader.id not in self._requests:
+            return False
+        if leader.prefilled_at:
+            self._inherit(request, leader)
+            return False
+        self._followers.setdefault(leader.id, []).append(request)
+        if leader.sequence:
+            self._keep_last(leader)
+        return True
+
+    def _keep_last(self, leader: Request) -> None:
+        # Where the same tokens asked again start: the last one is always computed.
+        self.cache.snapshot(leader.sequence, leader.prompt_tokens - 1)
+
+    def _inherit(self, request: Request, leader: Request) -> None:
+        if leader.sequence and not request.sequence:
+            try:
+                self._fork(request, leader.sequence, leader.tokens[: leader.computed])
+            except MemoryBudgetError:
+                request.sequence = 0  # it computes the prompt itself when there is room
+
+    def _let_go(self, leader: Request) -> None:
+        """The prompt of `leader` is computed, or never will be: those that share it go on from what there is."""
+        followers = [r for r in self._followers.pop(leader.id, ()) if not r.done]
+        if not followers:
+            return
+        ready = followers if leader.prefilled_at else followers[:1]
+        for request in ready:
+            self._inherit(request, leader)
+        for request in followers[len(ready) :]:
+            request.share = ready[0]
+            self._followers.setdefault(ready[0].id, []).append(request)
+        # They came with the leader: those who came later do not go first.
+        self._waiting.extendleft(reversed(ready))
 
     def close(self) -> None:
         """End all requests, accept no more, and let go of the model."""
@@ -180,11 +307,19 @@ class Engine:
             self.runner.close()
 
     def cancel(self, request: Request | None = None) -> None:
-        """End one request, or all, at the next cell boundary; finished positions stay. May be called from any thread."""
-        # Flags first: a step that starts between the two lines sees them before it computes anything.
+        """End one request, or all; finished positions stay. May be called from any thread.
+
+        A step that computes for cancelled requests only ends at the next cell boundary. One that others take part in is finished for them.
+        """
         for r in [request] if request is not None else list(self._requests.values()):
             r.cancelled = True
-        self.runner.control.cancel()
+        self._stop_unwanted()
+
+    def _stop_unwanted(self) -> None:
+        # Flags first, then the look at who is running; a step does it the other way round: one of the two sees the other.
+        running = self._running
+        if running and all(r.cancelled for r in running):
+            self.runner.control.cancel()
 
     def release(self, sequence: int) -> None:
         """Free a kept sequence at the next opportunity. Safe in finalizers, which may run inside a step of the same thread."""
@@ -214,7 +349,10 @@ class Engine:
         self.runner.control.reset()
         self._sweep()
         self._admit()
-        planned = self._scheduler.plan()
+        if self._drafts:
+            self._guess()
+        pace = self._pace
+        planned = self._scheduler.plan(pace.work if pace is not None else None)
         if not planned:
             return
         raised: list[BaseException] = []
@@ -232,19 +370,41 @@ class Engine:
         work, batch = self._batch(planned)
         if not work:
             return
+        self._running = tuple(self._requests[w.request] for w in work)
+        self._stop_unwanted()
+        began = time.perf_counter()
         try:
             logits = self.runner.run(batch, self.order, guarded if on_work is not None else None)
+            self._running = ()
             self.steps += 1
             self.counters += logits.counters
             self._commit(work, batch, logits)
+            if pace is not None and not self.runner.control.cancelled:
+                pace.measured(self._scheduler.prompt_work, time.perf_counter() - began, self._scheduler.mixed)
         except MemoryBudgetError as error:
             # The request that came last made the step too large; without it the others go on.
             self._fail(self._requests[max(w.request for w in work)], error)
         except Exception as error:
             for request in [self._requests[w.request] for w in work if w.request in self._requests]:
                 self._fail(request, error)
+        finally:
+            self._running = ()
         if raised:
             raise raised[0]
+
+    def _guess(self) -> None:
+        """Drafts for those that decode, as many as all of them together may have."""
+        decoding = [self._requests[r] for r in self._scheduler.decoding()]
+        most = min(self._drafts, STEP_DRAFTS // max(1, len(decoding)))
+        for request in decoding:
+            if request.params is None:
+                continue
+            if request.lookup is None:
+                request.lookup = Lookup(self._drafts)
+            # No row beyond what a run without guesses would compute: there is no memory for it.
+            limit = min(most, request.params.max_tokens - request.generated - 1, request.limit - len(request.tokens))
+            request.draft = request.lookup.draft(request.tokens, limit) if limit > 0 else []
+            self._scheduler.draft(request.id, len(request.draft))
 
     def sweep(self, blocking: bool = True) -> None:
         """Finish cancelled requests and free released sequences.
@@ -277,36 +437,68 @@ class Engine:
             self.cache.free(self._orphans.popleft())
 
     def _admit(self) -> None:
-        while self._waiting:
+        while self._waiting and len(self._scheduler) < self.policy.max_running:
             request = self._waiting[0]
-            if request.done:
-                self._waiting.popleft()
-                continue
-            positions = len(request.tokens) + (request.params.max_tokens if request.params else 0)
-            try:
-                self.cache.reserve(request.sequence, min(positions, self.context), self.block_rows)
+            if not request.done:
+                self._attach(request)
                 try:
-                    self._reserve_step(self._scheduler, self.order, request)
-                except MemoryBudgetError:
-                    self.cache.settle(request.sequence)
-                    raise
-            except MemoryBudgetError as error:
-                # Memory comes back when a running request ends; alone, a request that does not fit never will.
-                if any(r.admitted for r in self._requests.values()):
-                    return
-                self._waiting.popleft()
-                self._fail(request, error)
-                continue
+                    self._reserve(request)
+                except MemoryBudgetError as error:
+                    # Memory comes back when a running request ends; alone, a request that does not fit never will.
+                    if len(self._scheduler):
+                        return
+                    self._waiting.popleft()
+                    self._fail(request, error)
+                    continue
+                request.admitted = True
+                request.started_at = time.perf_counter()
+                self._scheduler.add(request.id, len(request.tokens), request.computed, request.logits_from)
             self._waiting.popleft()
-            request.admitted = True
-            request.started_at = time.perf_counter()
-            self._scheduler.add(request.id, len(request.tokens), request.computed, request.logits_from)
 
-    def _reserve_step(self, scheduler: Scheduler, order: Order, new: Request | None = None) -> None:
+    def _attach(self, request: Request) -> None:
+        """The sequence that a request grows."""
+        if not request.sequence:
+            request.sequence = self.cache.create()
+        if (request.keep or request.id in self._followers) and self.cache.written(request.sequence) < request.prompt_tokens:
+            self._keep_last(request)
+
+    def _reserve(self, request: Request) -> None:
+        """Count the memory of everything that a request may need; alone, one that may generate more than there is room for gets what fits.
+
+        MemoryBudgetError leaves the count as it was.
+        """
+        positions = min(len(request.tokens) + (request.params.max_tokens if request.params else 0), self.context)
+        try:
+            self._reserve_positions(request, positions)
+        except MemoryBudgetError:
+            least = request.prompt_tokens + 1
+            if len(self._scheduler) or request.params is None or least >= positions:
+                raise
+            self._reserve_positions(request, least)
+            while positions - least > 1:
+                middle = (least + positions) // 2
+                try:
+                    self._reserve_positions(request, middle)
+                    least = middle
+                except MemoryBudgetError:
+                    positions = middle
+            self._reserve_positions(request, least)
+            request.limit = least
+
+    def _reserve_positions(self, request: Request, positions: int) -> None:
+        self.cache.reserve(request.sequence, positions, self.block_rows)
+        try:
+            self._reserve_step(self._scheduler, self.order, self._drafts, request)
+        except MemoryBudgetError:
+            self.cache.settle(request.sequence)
+            raise
+
+    def _reserve_step(self, scheduler: Scheduler, order: Order, drafts: int, new: Request | None = None) -> None:
         """Count scratch and logits of the largest step of the admitted requests and a new one: none of them may fail later for it."""
         requests = [r for r in self._requests.values() if r.admitted] + ([new] if new is not None else [])
-        pending = [max(1, len(r.tokens) - r.computed) for r in requests]
-        logits = [min(n, max(1 if r.params else 0, len(r.tokens) - r.logits_from)) for n, r in zip(pending, requests, strict=True)]
+        most = [1 + drafts if r.params else 0 for r in requests]
+        pending = [max(1, n, len(r.tokens) - r.computed) for n, r in zip(most, requests, strict=True)]
+        logits = [min(p, max(n, len(r.tokens) - r.logits_from)) for p, n, r in zip(pending, most, requests, strict=True)]
         rows = min(sum(pending), max(scheduler.prompt_rows, scheduler.mixed_rows))
         self.runner.reserve(rows, order, min(sum(max(0, n) for n in logits), scheduler.logits_rows))
 
@@ -315,7 +507,8 @@ class Engine:
         segments, work = [], []
         for w in planned:
             request = self._requests[w.request]
-            tokens = np.array(request.tokens[w.start : w.start + w.rows], dtype=np.int32)
+            known = request.tokens[w.start : w.start + w.rows]
+            tokens = np.array(known + request.draft[: w.rows - len(known)], dtype=np.int32)
             try:
                 segments.append(self.cache.segment(request.sequence, tokens, range(w.logits, w.rows)))
             except (MemoryBudgetError, MemoryError) as error:
@@ -335,7 +528,8 @@ class Engine:
         now = time.perf_counter()
         for w, (begin, _), finished, poisoned in zip(work, batch.spans, logits.finished, logits.poisoned, strict=True):
             request = self._requests[w.request]
-            if poisoned:
+            guessed = max(0, w.start + w.rows - len(request.tokens))
+            if poisoned and not guessed:
                 where = f"positions {w.start}..{w.start + w.rows - 1}"
                 self._fail(request, NonFiniteError(f"the model's values became infinite or NaN in {where}; the request was dropped"))
                 continue
@@ -343,35 +537,71 @@ class Engine:
             rows = next((r for r in range(w.logits, finished) if begin + r not in index), finished)
             if rows < finished and self.runner.graph.state_kinds:
                 rows = 0  # a recurrent state is known at the end of a step only
+            if poisoned:
+                rows = 0  # perhaps a guess did it; without guesses it is the request itself
+            reason: FinishReason | None = None
+            try:
+                for r in range(w.logits, rows):
+                    reason = self._use(request, w.start + r, logits.values[index[begin + r]])
+                    if reason is not None or (r < guessed and request.tokens[-1] != request.draft[r]):
+                        rows = r + 1
+                        break
+            except Exception as error:
+                self._fail(request, error)
+                continue
             self.cache.commit(request.sequence, w.start + rows)
             self._scheduler.finish(request.id, rows)
             request.computed = w.start + rows
+            if guessed:
+                self._count_guess(request, guessed, rows, poisoned)
             if request.computed >= request.prompt_tokens and not request.prefilled_at:
                 request.prefilled_at = now
-            try:
-                for r in range(w.logits, rows):
-                    self._use(request, w.start + r, logits.values[index[begin + r]])
-            except Exception as error:
-                self._fail(request, error)
-            else:
-                if not request.done and request.params is None and request.computed == len(request.tokens):
-                    self._finish(request, "prefilled")
+                self._let_go(request)
+            if reason is None and request.params is None and request.computed == len(request.tokens):
+                reason = "prefilled"
+            if reason is not None:
+                self._finish(request, reason)
 
-    def _use(self, request: Request, position: int, row: NDArray[np.float32]) -> None:
+    def _count_guess(self, request: Request, guessed: int, rows: int, poisoned: bool) -> None:
+        assert request.lookup is not None
+        if poisoned:
+            request.lookup.stop()
+        elif rows:
+            request.lookup.judge(guessed, rows - 1, len(request.tokens))
+            request.drafted += guessed
+            request.accepted += rows - 1
+            self.drafted_tokens += guessed
+            self.accepted_tokens += rows - 1
+        request.draft = []
+        self._scheduler.draft(request.id, 0)
+
+    def _use(self, request: Request, position: int, row: NDArray[np.float32]) -> FinishReason | None:
+        """Hand out one row of logits; where it is the last known token's, draw the next, and say whether it ends the request."""
         if request.on_logits is not None:
             request.on_logits(position, row)
-        if request.params is None or position != len(request.tokens) - 1:
-            return
-        token = sample(request.params, row, request.tokens)
+        params = request.params
+        if params is None:
+            return None
+        if position < request.prompt_tokens - 1:
+            if params.prompt_logprobs is not None:
+                request.prompt_logprobs.append(describe(row, request.tokens[position + 1], params.prompt_logprobs, position))
+            return None
+        constraint = request.constraint
+        token = sample(params, row, request.tokens, request.prompt_tokens, constraint.allowed() if constraint is not None else None)
+        if params.logprobs is not None:
+            request.logprobs.append(describe(row, token, params.logprobs, position))
         request.tokens.append(token)
         self._scheduler.extend(request.id)
-        reason: FinishReason | None = request.accept(token) if request.accept is not None else None
-        if reason is None and token in self.end_ids and not request.params.ignore_eos:
-            reason = "stop"
-        if reason is None and (request.generated >= request.params.max_tokens or len(request.tokens) > self.context):
-            reason = "length"
+        if constraint is not None:
+            constraint.accept(token)
+        reason = request.accept(token) if request.accept is not None else None
         if reason is not None:
-            self._finish(request, reason)
+            return reason
+        if (token in self.end_ids and not params.ignore_eos) or (constraint is not None and constraint.ended):
+            return "stop"
+        if request.generated >= params.max_tokens or len(request.tokens) > request.limit:
+            return "length"
+        return None
 
     def _fail(self, request: Request, error: Exception) -> None:
         request.error = error
@@ -384,12 +614,14 @@ class Engine:
         request.finish_reason = reason
         request.finished_at = time.perf_counter()
         del self._requests[request.id]
+        self._let_go(request)
         if request.admitted:
             self._scheduler.remove(request.id)
-            self._reserve_step(self._scheduler, self.order)
+            self._reserve_step(self._scheduler, self.order, self._drafts)
         if request.keep:
+            request.sequence = request.sequence or self.cache.create()
             self.cache.settle(request.sequence)
-        else:
+        elif request.sequence:
             self.cache.free(request.sequence)
 
 
