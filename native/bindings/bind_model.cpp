@@ -26,22 +26,46 @@ std::vector<std::span<const int32_t>> spans(const std::vector<In<int32_t, 1>>& a
     return out;
 }
 
+BlockRows blocks_of(const In<uint8_t, 1>& data) { return {data.data(), static_cast<int64_t>(data.size())}; }
+
+// A matrix, or of `experts` > 0 a stack of them.
+template <class Make> std::shared_ptr<ModelWeight> weight_of(int64_t experts, Make make) {
+    auto weight = std::make_shared<ModelWeight>();
+    if (experts <= 0)
+        weight->matrix = make(0);
+    for (int64_t e = 0; e < experts; ++e)
+        weight->experts.push_back(make(e));
+    return weight;
+}
+
 void bind_weight(nb::module_& m) {
+    m.attr("PANEL_VERSION") = kPanelVersion;
     m.def(
         "packed_bytes",
         [](int32_t type, int64_t rows, int64_t cols) {
-            const int64_t bytes = rows < int64_t{1} << 32 && cols < int64_t{1} << 32 ? packed_bytes(type, rows, cols) : -1;
+            const int64_t bytes = packed_bytes(type, rows, cols);
             if (bytes < 0)
                 throw std::invalid_argument("packed_bytes: unknown type, or a shape that does not fit it");
             return bytes;
         },
         "ggml_type"_a, "rows"_a, "cols"_a);
+    m.def(
+        "pack_panels",
+        [](int32_t type, In<uint8_t, 1> data, int64_t rows, int64_t cols, int threads) {
+            const int64_t bytes = packed_bytes(type, rows, cols);
+            uint8_t* panels;
+            auto array = new_array<uint8_t>({static_cast<size_t>(std::max<int64_t>(bytes, 0))}, &panels);
+            nb::gil_scoped_release release;
+            pack_panels(type, blocks_of(data), rows, cols, panels, threads);
+            return array;
+        },
+        "ggml_type"_a, "data"_a, "rows"_a, "cols"_a, "threads"_a = 1);
     nb::class_<ModelWeight>(m, "Weight")
         .def(
             "__init__",
             [](ModelWeight* self, int32_t type, In<uint8_t, 1> data, int64_t rows, int64_t cols, int threads) {
                 nb::gil_scoped_release release;
-                new (self) ModelWeight{pack_weight(type, data.data(), static_cast<int64_t>(data.size()), rows, cols, threads), {}, {}};
+                new (self) ModelWeight{pack_weight(type, blocks_of(data), rows, cols, threads), {}, {}};
             },
             "ggml_type"_a, "data"_a, "rows"_a, "cols"_a, "threads"_a = 1)
         .def_static(
@@ -60,10 +84,33 @@ void bind_weight(nb::module_& m) {
                 nb::gil_scoped_release release;
                 auto weight = std::make_shared<ModelWeight>();
                 for (int64_t e = 0; e < experts; ++e)
-                    weight->experts.push_back(pack_weight(type, data.data() + e * (size / experts), size / experts, rows, cols, threads));
+                    weight->experts.push_back(pack_weight(type, {data.data() + e * (size / experts), size / experts}, rows, cols, threads));
                 return weight;
             },
             "ggml_type"_a, "data"_a, "experts"_a, "rows"_a, "cols"_a, "threads"_a = 1)
+        .def_static(
+            "read",
+            [](int32_t type, int fd, int64_t offset, int64_t stride, int64_t experts, int64_t rows, int64_t cols, int threads) {
+                nb::gil_scoped_release release;
+                return weight_of(experts, [&](int64_t e) {
+                    return pack_weight(type, {nullptr, 0, fd, offset + e * rows * stride, stride}, rows, cols, threads);
+                });
+            },
+            "ggml_type"_a, "fd"_a, "offset"_a, "stride"_a, "experts"_a, "rows"_a, "cols"_a, "threads"_a = 1)
+        .def_static(
+            "view",
+            [](int32_t type, In<uint8_t, 1> panels, int64_t stride, int64_t experts, int64_t rows, int64_t cols) {
+                const int64_t bytes = packed_bytes(type, rows, cols), between = std::max<int64_t>(experts, 1) - 1;
+                int64_t end;
+                if (bytes < 0 || (between > 0 && stride < bytes) || __builtin_mul_overflow(between, stride, &end) ||
+                    __builtin_add_overflow(end, bytes, &end) || end != static_cast<int64_t>(panels.size()))
+                    throw std::invalid_argument(std::to_string(panels.size()) + " bytes are not the panels of this shape");
+                const std::shared_ptr<const uint8_t> kept(panels.data(), [panels](const uint8_t*) {}); // with the array they lie in
+                return weight_of(experts, [&](int64_t e) {
+                    return view_panels(type, {kept, panels.data() + e * stride}, bytes, rows, cols);
+                });
+            },
+            "ggml_type"_a, "panels"_a, "stride"_a, "experts"_a, "rows"_a, "cols"_a)
         .def_prop_ro("experts", [](const ModelWeight& w) { return std::max<size_t>(1, w.experts.size()); })
         .def_prop_ro("rows", [](const ModelWeight& w) { return w.is_vector() ? 1 : w.shape().rows; })
         .def_prop_ro("cols", [](const ModelWeight& w) { return w.is_vector() ? static_cast<int64_t>(w.vector.size()) : w.shape().cols; })

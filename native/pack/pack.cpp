@@ -5,10 +5,12 @@
 
 #include <algorithm>
 #include <atomic>
+#include <cerrno>
 #include <cmath>
 #include <stdexcept>
 #include <system_error>
 #include <thread>
+#include <unistd.h>
 #include <vector>
 
 namespace quaff {
@@ -219,27 +221,24 @@ void read_scales(const Weight& w, const uint8_t* panel, int64_t g, int64_t row, 
 
 struct Panels {
     const Type& type;
-    const uint8_t* src;
-    int64_t row_bytes;
     const Weight& w;
     uint8_t* data;
 
-    // Returns whether every scale (float types: every weight) is finite.
-    bool write_row(int64_t row) const {
+    // `from`: the row's blocks, unused past the last row. Returns whether every scale (float types: every weight) is finite.
+    bool write_row(int64_t row, const uint8_t* from) const {
         switch (w.codes) {
         case Codes::kF32:
-            return write_float_row<uint32_t>(row, 0x7f800000);
+            return write_float_row<uint32_t>(row, from, 0x7f800000);
         case Codes::kF16:
-            return write_float_row<uint16_t>(row, 0x7c00);
+            return write_float_row<uint16_t>(row, from, 0x7c00);
         case Codes::kBF16:
-            return write_float_row<uint16_t>(row, 0x7f80);
+            return write_float_row<uint16_t>(row, from, 0x7f80);
         default:
-            return write_quantised_row(row);
+            return write_quantised_row(row, from);
         }
     }
 
-    template <class Bits> bool write_float_row(int64_t row, Bits exponent) const {
-        const uint8_t* from = src + row * row_bytes;
+    template <class Bits> bool write_float_row(int64_t row, const uint8_t* from, Bits exponent) const {
         Bits* to = reinterpret_cast<Bits*>(data + row / kLanes * w.panel_bytes) + row % kLanes;
         bool finite = true;
         for (int64_t k = 0; k < w.cols; k++) {
@@ -253,7 +252,7 @@ struct Panels {
 
     uint8_t* writable(const uint8_t* p) const { return data + (p - data); }
 
-    bool write_quantised_row(int64_t row) const {
+    bool write_quantised_row(int64_t row, const uint8_t* from) const {
         const bool pad = row >= w.rows;
         Unpacked u{};
         if (pad && !w.codebook)
@@ -263,7 +262,7 @@ struct Panels {
         const uint8_t* panel = data + row / kLanes * w.panel_bytes;
         for (int64_t k = 0; k < w.cols; k += type.block) {
             if (!pad)
-                type.unpack(src + row * row_bytes + k / type.block * type.bytes, u);
+                type.unpack(from + k / type.block * type.bytes, u);
             const Spot spot = chunk_of(w, panel, k / w.group);
             const int64_t in = k % (kChunk * w.group); // type.block divides a chunk
             for (int64_t i = 0; i < type.block; i += 32)
@@ -275,34 +274,88 @@ struct Panels {
     }
 };
 
-// Packs all panels; returns the first row that is not finite, or -1.
-int64_t write_panels(const Panels& panels, int threads) {
-    const int64_t count = panel_count(panels.w);
+// Reads `size` bytes; returns 0, or why not: an errno, or kEnded where the file ends early.
+constexpr int kEnded = -1;
+int read_all(int fd, int64_t offset, uint8_t* to, int64_t size) {
+    while (size > 0) {
+        const ssize_t n = ::pread(fd, to, size_t(size), offset);
+        if (n < 0 && errno == EINTR)
+            continue;
+        if (n <= 0)
+            return n < 0 ? errno : kEnded;
+        to += n, offset += n, size -= n;
+    }
+    return 0;
+}
+
+// The rows of one panel at a time.
+class PanelRows {
+public:
+    PanelRows(const BlockRows& blocks, int64_t rows, int64_t row_bytes) : blocks_(blocks), rows_(rows), row_bytes_(row_bytes) {
+        if (!blocks.data)
+            buffer_.resize(size_t(std::min<int64_t>(rows, kLanes) * row_bytes));
+    }
+
+    // Rows of panel p, one after the other, up to the last row there is; null when they cannot be read, for the reason in `error`.
+    const uint8_t* of(int64_t p, int& error) {
+        if (blocks_.data)
+            return blocks_.data + p * kLanes * row_bytes_;
+        const int64_t first = p * kLanes, count = std::min<int64_t>(rows_ - first, kLanes), at = blocks_.offset + first * blocks_.stride;
+        if (blocks_.stride == row_bytes_)
+            error = read_all(blocks_.fd, at, buffer_.data(), count * row_bytes_);
+        else
+            for (int64_t row = 0; row < count && !error; row++)
+                error = read_all(blocks_.fd, at + row * blocks_.stride, buffer_.data() + row * row_bytes_, row_bytes_);
+        return error ? nullptr : buffer_.data();
+    }
+
+private:
+    const BlockRows& blocks_;
+    const int64_t rows_, row_bytes_;
+    std::vector<uint8_t> buffer_;
+};
+
+struct Outcome {
+    int64_t bad_row = -1; // the first that is not finite
+    int error = 0;        // of reading
+};
+
+Outcome write_panels(const Panels& panels, const BlockRows& blocks, int64_t row_bytes, int threads) {
+    const int64_t count = panel_count(panels.w), rows = panels.w.rows;
     std::atomic<int64_t> next{0}, bad{std::numeric_limits<int64_t>::max()};
-    auto work = [&] {
-        for (int64_t p; (p = next.fetch_add(1)) < count;) {
+    std::atomic<int> failed{0};
+    auto work = [&](PanelRows& source) {
+        for (int64_t p; (p = next.fetch_add(1)) < count && !failed;) {
+            int error = 0;
+            const uint8_t* from = source.of(p, error);
+            if (error) {
+                failed = error;
+                break;
+            }
             if (is_integer(panels.w.codes)) // what lies behind the last chunk
                 std::memset(panels.data + (p + 1) * panels.w.panel_bytes - 64, 0, 64);
             for (int64_t row = p * kLanes; row < (p + 1) * kLanes; row++) {
-                if (!is_integer(panels.w.codes) && row >= panels.w.rows)
+                if (!is_integer(panels.w.codes) && row >= rows)
                     break;
-                if (panels.write_row(row))
+                if (panels.write_row(row, row < rows ? from + row % kLanes * row_bytes : nullptr))
                     continue;
                 for (int64_t seen = bad; row < seen && !bad.compare_exchange_weak(seen, row);) {
                 }
             }
         }
     };
+    // Buffers are made here: a thread may not throw.
+    std::vector<PanelRows> sources(size_t(std::clamp<int64_t>(threads, 1, count)), PanelRows(blocks, rows, row_bytes));
     std::vector<std::thread> helpers;
     try {
-        for (int64_t t = 1; t < std::min<int64_t>(threads, count); t++)
-            helpers.emplace_back(work);
+        for (size_t t = 1; t < sources.size(); t++)
+            helpers.emplace_back([&, t] { work(sources[t]); });
     } catch (const std::system_error&) { // no more threads to be had: the ones there are do it all
     }
-    work();
+    work(sources[0]);
     for (std::thread& helper : helpers)
         helper.join();
-    return bad == std::numeric_limits<int64_t>::max() ? -1 : bad.load();
+    return {bad == std::numeric_limits<int64_t>::max() ? -1 : bad.load(), failed};
 }
 
 int64_t align64(int64_t n) { return (n + 63) / 64 * 64; }
@@ -341,6 +394,42 @@ Weight shape_of(const Type& type, int64_t rows, int64_t cols) {
     return w;
 }
 
+constexpr int64_t kMostSide = int64_t{1} << 32; // rows or columns: no size of a panel overflows
+
+const Type& known(int32_t ggml_type) {
+    const Type* type = find(ggml_type);
+    if (type)
+        return *type;
+    std::string names;
+    for (const Type& t : kTypes)
+        names += std::string(names.empty() ? "" : ", ") + t.name;
+    throw std::invalid_argument("ggml type " + std::to_string(ggml_type) + " is not supported; supported: " + names);
+}
+
+std::string describe(const Type& type, int64_t rows, int64_t cols) {
+    return std::string(type.name) + " weight of " + std::to_string(rows) + " x " + std::to_string(cols);
+}
+
+// The shape of a weight that can be packed.
+Weight checked(const Type& type, int64_t rows, int64_t cols) {
+    if (packed_bytes(type.id, rows, cols) < 0)
+        throw std::invalid_argument(describe(type, rows, cols) + ": needs at least one row and columns that are a multiple of " +
+                                    std::to_string(type.block));
+    return shape_of(type, rows, cols);
+}
+
+Weight checked(const Type& type, const BlockRows& blocks, int64_t rows, int64_t cols) {
+    const Weight w = checked(type, rows, cols);
+    const int64_t row_bytes = ggml_row_bytes(type.id, cols);
+    if (blocks.data && (blocks.size / row_bytes != rows || blocks.size % row_bytes))
+        throw std::invalid_argument(describe(type, rows, cols) + ": needs rows of " + std::to_string(row_bytes) + " bytes but has " +
+                                    std::to_string(blocks.size) + " bytes in all");
+    if (!blocks.data && (blocks.offset < 0 || blocks.stride < row_bytes))
+        throw std::invalid_argument(describe(type, rows, cols) + ": rows of " + std::to_string(row_bytes) + " bytes cannot lie " +
+                                    std::to_string(blocks.stride) + " bytes apart");
+    return w;
+}
+
 } // namespace
 
 bool ggml_type_known(int32_t ggml_type) { return find(ggml_type) != nullptr; }
@@ -358,44 +447,47 @@ int64_t ggml_row_bytes(int32_t ggml_type, int64_t cols) {
 }
 
 int64_t packed_bytes(int32_t ggml_type, int64_t rows, int64_t cols) {
-    if (rows <= 0 || ggml_row_bytes(ggml_type, cols) < 0)
+    int64_t bytes;
+    if (rows <= 0 || rows > kMostSide || cols > kMostSide || ggml_row_bytes(ggml_type, cols) < 0)
         return -1;
     const Weight w = shape_of(*find(ggml_type), rows, cols);
-    return panel_count(w) * w.panel_bytes;
+    return __builtin_mul_overflow(panel_count(w), w.panel_bytes, &bytes) ? -1 : bytes;
 }
 
-PackedWeight pack_weight(int32_t ggml_type, const uint8_t* data, int64_t size, int64_t rows, int64_t cols, int threads) {
-    const Type* type = find(ggml_type);
-    if (!type) {
-        std::string known;
-        for (const Type& t : kTypes)
-            known += std::string(known.empty() ? "" : ", ") + t.name;
-        throw std::invalid_argument("ggml type " + std::to_string(ggml_type) + " is not supported; supported: " + known);
-    }
-    const std::string shape = std::string(type->name) + " weight of " + std::to_string(rows) + " x " + std::to_string(cols);
-    const int64_t row_bytes = ggml_row_bytes(ggml_type, cols);
-    if (rows <= 0 || row_bytes < 0)
-        throw std::invalid_argument(shape + ": needs at least one row and columns that are a multiple of " + std::to_string(type->block));
-    if (size / row_bytes != rows || size % row_bytes)
-        throw std::invalid_argument(shape + ": needs rows of " + std::to_string(row_bytes) + " bytes but has " + std::to_string(size) +
-                                    " bytes in all");
-
-    PackedWeight packed;
-    Weight& w = packed.w;
-    w = shape_of(*type, rows, cols);
-    packed.bytes = panel_count(w) * w.panel_bytes;
-    packed.ggml_type = ggml_type;
-    packed.storage = slab_memory(size_t(packed.bytes));
-    uint8_t* base = packed.storage.get();
-    w.data = base;
+Weight pack_panels(int32_t ggml_type, const BlockRows& blocks, int64_t rows, int64_t cols, uint8_t* panels, int threads) {
+    const Type& type = known(ggml_type);
+    Weight w = checked(type, blocks, rows, cols);
+    w.data = panels;
     if (!is_integer(w.codes))
-        std::memset(base + packed.bytes - w.panel_bytes, 0, size_t(w.panel_bytes)); // pad rows
+        std::memset(panels + (panel_count(w) - 1) * w.panel_bytes, 0, size_t(w.panel_bytes)); // pad rows
 
-    const int64_t bad = write_panels({*type, data, row_bytes, w, base}, threads);
-    if (bad >= 0)
-        throw std::invalid_argument(shape + ": row " + std::to_string(bad) + " holds a " + (is_integer(w.codes) ? "scale" : "weight") +
-                                    " that is not finite or out of range");
-    return packed;
+    const Outcome outcome = write_panels({type, w, panels}, blocks, ggml_row_bytes(ggml_type, cols), threads);
+    if (outcome.error)
+        throw std::runtime_error(outcome.error == kEnded ? "the file became shorter while it was read"
+                                                         : "cannot be read: " + std::generic_category().message(outcome.error));
+    if (outcome.bad_row >= 0)
+        throw std::invalid_argument(describe(type, rows, cols) + ": row " + std::to_string(outcome.bad_row) + " holds a " +
+                                    (is_integer(w.codes) ? "scale" : "weight") + " that is not finite or out of range");
+    return w;
+}
+
+PackedWeight pack_weight(int32_t ggml_type, const BlockRows& blocks, int64_t rows, int64_t cols, int threads) {
+    const Weight shape = checked(known(ggml_type), blocks, rows, cols);
+    const int64_t bytes = panel_count(shape) * shape.panel_bytes;
+    const std::shared_ptr<uint8_t> memory = slab_memory(size_t(bytes));
+    return {pack_panels(ggml_type, blocks, rows, cols, memory.get(), threads), memory, bytes, ggml_type};
+}
+
+PackedWeight view_panels(int32_t ggml_type, std::shared_ptr<const uint8_t> panels, int64_t size, int64_t rows, int64_t cols) {
+    const Type& type = known(ggml_type);
+    Weight w = checked(type, rows, cols);
+    if (const int64_t bytes = panel_count(w) * w.panel_bytes; size != bytes)
+        throw std::invalid_argument(describe(type, rows, cols) + ": has panels of " + std::to_string(bytes) + " bytes, not " +
+                                    std::to_string(size));
+    if (reinterpret_cast<uintptr_t>(panels.get()) % 64)
+        throw std::invalid_argument(describe(type, rows, cols) + ": panels begin at a multiple of 64 bytes");
+    w.data = panels.get();
+    return {w, std::move(panels), size, ggml_type};
 }
 
 void unpack_rows(const Weight& w, int64_t row0, int64_t count, int8_t* codes, float* scale, float* min) {

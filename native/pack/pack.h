@@ -7,10 +7,13 @@
 
 namespace quaff {
 
-// A weight that owns its panels.
+// What panels look like in memory and in packed files; raised with any change of a layout in kernels/table.h. A test knows their hashes.
+inline constexpr int32_t kPanelVersion = 1;
+
+// A weight that keeps its panels alive.
 struct PackedWeight {
     Weight w{};
-    std::shared_ptr<uint8_t> storage;
+    std::shared_ptr<const uint8_t> storage;
     int64_t bytes = 0; // codes, scales and minimums: what one pass over the weight reads
     int32_t ggml_type = 0;
 };
@@ -18,11 +21,25 @@ struct PackedWeight {
 bool ggml_type_known(int32_t ggml_type);
 const char* ggml_type_name(int32_t ggml_type);
 int64_t ggml_row_bytes(int32_t ggml_type, int64_t cols);             // -1 when cols does not fit the block size
-int64_t packed_bytes(int32_t ggml_type, int64_t rows, int64_t cols); // what pack_weight will take; -1 for what it refuses
+int64_t packed_bytes(int32_t ggml_type, int64_t rows, int64_t cols); // size of its panels; -1 for what pack_weight refuses
 
-// data: rows * ggml_row_bytes bytes, row-major as in the file. Throws std::invalid_argument with a plain sentence for an unknown type, a shape
-// that does not fit, or a non-finite scale (NUMERICS 7, rows named), std::bad_alloc when memory is short. `threads` rows of panels are packed side by side.
-PackedWeight pack_weight(int32_t ggml_type, const uint8_t* data, int64_t size, int64_t rows, int64_t cols, int threads);
+// Rows of ggml blocks: in memory one after the other, or in a file, `stride` bytes from row to row, read as they are packed.
+struct BlockRows {
+    const uint8_t* data = nullptr; // null: in the file
+    int64_t size = 0;              // bytes at `data`
+    int fd = -1;
+    int64_t offset = 0, stride = 0;
+};
+
+// Throws std::invalid_argument with a plain sentence for an unknown type, a shape that does not fit, or a non-finite scale (NUMERICS 7, rows
+// named), std::runtime_error when the file cannot be read or ends early, std::bad_alloc when memory is short. `threads` panels are packed side by side.
+PackedWeight pack_weight(int32_t ggml_type, const BlockRows& blocks, int64_t rows, int64_t cols, int threads);
+
+// The same into memory of the caller, packed_bytes bytes; 64-byte aligned when kernels shall read it there.
+Weight pack_panels(int32_t ggml_type, const BlockRows& blocks, int64_t rows, int64_t cols, uint8_t* panels, int threads);
+
+// A weight over panels as pack_panels leaves them. Throws std::invalid_argument unless type, shape, size and alignment fit.
+PackedWeight view_panels(int32_t ggml_type, std::shared_ptr<const uint8_t> panels, int64_t size, int64_t rows, int64_t cols);
 
 // Rows [row0, row0+count) as f32 (scale*code(+min), one rounding as in dequantize), portable code: tests, embedding, reference.
 void dequantize_rows(const Weight& w, int64_t row0, int64_t count, float* out);

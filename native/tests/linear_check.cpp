@@ -183,7 +183,7 @@ int check() {
             const int64_t rows = std::vector<int>{1, 15, 16, 17, 33, 64, 80, 100}[size_t(any(0, 7))];
             const int64_t cols = is_float ? any(1, 300) : any(1, 1024 / form.block) * form.block;
             const std::vector<uint8_t> data = random_blocks(form, rows, cols);
-            const PackedWeight packed = pack_weight(form.type, data.data(), int64_t(data.size()), rows, cols, 1);
+            const PackedWeight packed = pack_weight(form.type, {data.data(), int64_t(data.size())}, rows, cols, 1);
             const Activations a(tokens, cols);
             for (bool integer : {true, false}) {
                 if (integer && is_float)
@@ -201,7 +201,7 @@ int check() {
             }
             // Negative control: one flipped bit of one code (of one sign) must show.
             const std::vector<float> want = is_float ? reference_float(packed.w, a) : reference_int(packed.w, a);
-            packed.storage.get()[form.type == 0 ? 3 : is_float ? 1 : 0] ^= is_float ? 0x80 : 2;
+            const_cast<uint8_t*>(packed.w.data)[form.type == 0 ? 3 : is_float ? 1 : 0] ^= is_float ? 0x80 : 2;
             for (const KernelTable* set : sets)
                 if (agrees(*set, packed.w, a, !is_float, false, want))
                     failures++, std::printf("a flipped bit does not show: %s\n", ggml_type_name(form.type));
@@ -237,7 +237,7 @@ void speed(const std::string& only, int threads) {
                 continue;
             cols = (cols + form.block - 1) / form.block * form.block;
             const std::vector<uint8_t> data = random_blocks(form, rows, cols);
-            const PackedWeight packed = pack_weight(form.type, data.data(), int64_t(data.size()), rows, cols, threads);
+            const PackedWeight packed = pack_weight(form.type, {data.data(), int64_t(data.size())}, rows, cols, threads);
             const int64_t copies = kMemory / packed.bytes + 1, panels = panel_count(packed.w),
                           scratch_bytes = int64_t(linear_scratch_bytes(packed.w)) + 64;
             const std::shared_ptr<uint8_t> memory = slab_memory(size_t(copies * packed.bytes));

@@ -13,6 +13,7 @@ OpTuple = tuple[int, Sequence[int], Sequence[int], Sequence[int], Sequence[int],
 
 NUMERICS_VERSION: int
 PAGE: int  # 64
+PANEL_VERSION: int  # of the layout that pack_panels writes
 
 def isa() -> str: ...  # the set in use: scalar, avx2, avxvnni, avx512, neon
 def available_isas() -> list[str]: ...
@@ -23,6 +24,7 @@ def measure_fma(threads: int, seconds: float) -> float: ...
 def measure_bandwidth(threads: int, megabytes: int) -> float: ...  # bytes per second read from one buffer
 def measure_cache(threads: int, kilobytes: int, seconds: float) -> float: ...  # the same, a buffer for every thread, over and over
 def packed_bytes(ggml_type: int, rows: int, cols: int) -> int: ...  # nbytes of such a Weight, before there is one
+def pack_panels(ggml_type: int, data: U8, rows: int, cols: int, threads: int = 1) -> U8: ...  # [packed_bytes]; what is unused is zero
 
 class Weight:
     """A packed 2-D weight, or a float vector (rows == 1, kept as f32)."""
@@ -32,6 +34,14 @@ class Weight:
     def vector(values: F32) -> Weight: ...
     @staticmethod
     def stack(ggml_type: int, data: U8, experts: int, rows: int, cols: int, threads: int = 1) -> Weight: ...  # each packed by itself
+    @staticmethod
+    def read(  # rows of blocks in an open file, `stride` bytes apart; RuntimeError when they cannot be read. experts 0: one matrix
+        ggml_type: int, fd: int, offset: int, stride: int, experts: int, rows: int, cols: int, threads: int = 1
+    ) -> Weight: ...
+    @staticmethod
+    def view(  # panels where they lie, kept alive: matrix e of a stack begins at e * stride. experts 0: a matrix
+        ggml_type: int, panels: U8, stride: int, experts: int, rows: int, cols: int
+    ) -> Weight: ...
     @property
     def experts(self) -> int: ...  # matrices of rows x cols: 1 but for a stack
     @property

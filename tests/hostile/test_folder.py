@@ -163,7 +163,7 @@ def test_damage_is_named(name: str, sound: Path, tmp_path: Path) -> None:
     damage(folder)
     with pytest.raises(QuaffError, match=said) as caught, open_model(folder) as checkpoint:
         for view in checkpoint.tensors.values():
-            view.read()
+            assert view.data.nbytes == view.nbytes
         from quaff.llm import load
 
         load(folder).close()
@@ -237,7 +237,7 @@ def test_random_damage_of_the_header_opens_or_raises_our_errors(
     try:
         with open_model(folder) as checkpoint:
             for view in checkpoint.tensors.values():
-                view.read()
+                assert view.data.nbytes == view.nbytes
     except QuaffError as error:
         assert str(error).isprintable()
     finally:

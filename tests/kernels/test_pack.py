@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+from hashlib import sha256
+from pathlib import Path
+
 import gguf.quants
 import numpy as np
 import pytest
@@ -9,7 +13,7 @@ from gguf.constants import GGMLQuantizationType as Type
 from numpy.typing import NDArray
 from tests.kernels.blocks import HALVES, QUANTISED, TYPES, U8, block_size, random_blocks, write_half
 
-from quaff._native import Weight
+from quaff._native import PANEL_VERSION, Weight, pack_panels, packed_bytes
 from quaff.graph.lowering import lower
 
 F32 = NDArray[np.float32]
@@ -191,3 +195,101 @@ def test_packed_size_is_exact_where_blocks_are_copied() -> None:
     }
     packed = {kind: pack(kind, random_blocks(kind, 16, 512, np.random.default_rng(4), tame=True), 16, 512).nbytes for kind in per_256}
     assert packed == {kind: 16 * 2 * size for kind, size in per_256.items()}
+
+
+@pytest.mark.parametrize("kind", TYPES, ids=lambda kind: kind.name)
+def test_panels_can_be_read_from_a_file_and_viewed_where_they_lie(kind: Type, tmp_path: Path) -> None:
+    """The same values by every way: blocks in memory, blocks in a file with gaps between rows, panels; one matrix and a stack of two."""
+    cols = 3 * block_size(kind)
+    data = random_blocks(kind, 40, cols, np.random.default_rng(7))
+    expected = pack(kind, data[:20], 20, cols).dequantize().tobytes()
+    gap, before = 5, 11
+    wide = np.zeros((40, data.shape[1] + gap), np.uint8)
+    wide[:, : data.shape[1]] = data
+    path = tmp_path / "rows"
+    path.write_bytes(bytes(before) + wide.tobytes()[:-gap])
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        assert Weight.read(int(kind), fd, before, wide.shape[1], 0, 20, cols, 2).dequantize().tobytes() == expected
+        stack = Weight.read(int(kind), fd, before, wide.shape[1], 2, 20, cols, 2)
+        assert (stack.experts, stack.rows, stack.cols, stack.nbytes) == (2, 20, cols, 2 * packed_bytes(int(kind), 20, cols))
+        with pytest.raises(RuntimeError, match="became shorter"):
+            os.truncate(path, path.stat().st_size - 1)
+            Weight.read(int(kind), fd, before, wide.shape[1], 2, 20, cols, 2)
+    finally:
+        os.close(fd)
+    with pytest.raises(RuntimeError, match="cannot be read: Bad file descriptor"):
+        Weight.read(int(kind), -1, 0, wide.shape[1], 0, 20, cols)
+    weight = Weight.view(int(kind), aligned(pack_panels(int(kind), data[:20].reshape(-1), 20, cols, 2)), 0, 0, 20, cols)
+    assert weight.dequantize().tobytes() == expected, "panels live as long as the weight"
+
+
+def aligned(panels: U8) -> U8:
+    """A copy that begins at a multiple of 64 bytes."""
+    memory = np.empty(panels.size + 64, np.uint8)
+    at = -memory.ctypes.data % 64
+    memory[at : at + panels.size] = panels
+    return memory[at : at + panels.size]
+
+
+def test_panels_that_do_not_fit_their_shape() -> None:
+    panels = aligned(pack_panels(8, random_blocks(Type.Q8_0, 32, 64, np.random.default_rng(0)).reshape(-1), 32, 64))
+    assert Weight.view(8, panels, 0, 0, 32, 64).nbytes == panels.size
+    half = panels.size // 2
+    assert Weight.view(8, panels, half, 2, 16, 64).experts == 2
+    for stride, experts, rows, cols in (
+        (0, 0, 33, 64),
+        (0, 0, 32, 32),
+        (0, 0, 0, 64),
+        (0, 2, 16, 64),
+        (half, 1 << 60, 16, 64),
+        (1 << 62, 4, 16, 64),
+        (-half, 2, 16, 64),
+        (0, 0, 1 << 40, 1 << 40),
+    ):
+        with pytest.raises(ValueError, match="not the panels of this shape"):
+            Weight.view(8, panels, stride, experts, rows, cols)
+    with pytest.raises(ValueError, match="multiple of 64"):
+        Weight.view(8, np.concatenate([panels[:1], panels])[1:], 0, 0, 32, 64)
+    with pytest.raises(ValueError, match="cannot lie 67 bytes apart"):
+        Weight.read(8, 0, 0, 67, 0, 32, 64)
+
+
+# SHA-256 (its first 16 digits) of the panels of the same 40 rows of 3 blocks.
+PANELS = {
+    "F32": "d4e445794377aff8",
+    "F16": "73da4793280550c9",
+    "BF16": "f5ea19d9500a6947",
+    "Q4_0": "0c76e5d75a3c85e7",
+    "Q4_1": "28fdbc6f130f26c7",
+    "Q5_0": "2cdad904d5b6b51c",
+    "Q5_1": "8c1a18c7854b4a7f",
+    "Q8_0": "e1cf77591cfb57ad",
+    "Q2_K": "7dae64f49d6b7731",
+    "Q3_K": "0fc8228ed8b9c8b7",
+    "Q4_K": "a2a9d07a3995cdb6",
+    "Q5_K": "111a153232dfe945",
+    "Q6_K": "93e91da71d2bb21e",
+    "IQ4_NL": "08bd35c2c26acaf3",
+    "IQ4_XS": "9eb031743f5e21e0",
+    "IQ1_S": "0c553f8495cfbd23",
+    "IQ1_M": "446c793fe8058c4e",
+    "IQ2_XXS": "2a2d9e4762803f2a",
+    "IQ2_XS": "81b358d5dd759bd7",
+    "IQ2_S": "4f3cc099602f9cc5",
+    "IQ3_XXS": "b479159369f3a0b8",
+    "IQ3_S": "de8abde046c469ce",
+    "TQ1_0": "7049540f02e2c952",
+    "TQ2_0": "3dfd50fc42301ecf",
+    "MXFP4": "161bbad8cad2663d",
+    "NVFP4": "f182ade6fcbf5a06",
+}
+
+
+def test_panels_are_those_of_their_version() -> None:
+    """Packed files hold panels: a layout that changes needs a new kPanelVersion, so that older files are refused, and new hashes here."""
+    seen = {}
+    for kind in TYPES:
+        data = random_blocks(kind, 40, 3 * block_size(kind), np.random.default_rng(9))
+        seen[kind.name] = sha256(pack_panels(int(kind), data.reshape(-1), 40, 3 * block_size(kind), 2).data).hexdigest()[:16]
+    assert (PANEL_VERSION, seen) == (1, PANELS)

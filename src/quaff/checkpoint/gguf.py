@@ -1,23 +1,19 @@
 """A strict reader of GGUF versions 2 and 3 (little-endian).
 
-The header (counts, metadata, tensor table) is read by ordinary reads, so a file that is cut short meanwhile gives an error; only
-tensor data are mapped. Every count and length is compared with the bytes that are left before anything of that size is made. All text is
+Every count and length is compared with the bytes that are left before anything of that size is made. All text is
 UTF-8, tokens too: the vocabularies we support write a token that is not text in letters (byte-level) or as <0xNN> (SentencePiece).
 Format: the GGUF specification in the ggml repository, docs/gguf.md.
 """
 
-import mmap
-import os
-import stat
 import struct
+from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
 import numpy as np
-from numpy.typing import NDArray
 
+from quaff.checkpoint.file import ModelFile, Place, closed_on_error
 from quaff.checkpoint.sniff import describe
 from quaff.checkpoint.types import GGML_TYPES, OTHER_TYPES, SUPPORTED_TYPES
 from quaff.checkpoint.views import Checkpoint, TensorView
@@ -61,11 +57,11 @@ def _unfinished(needed_bytes: int) -> str:
 class _Header:
     """A cursor over the first part of a file, which is read as far as it is asked for."""
 
-    def __init__(self, fd: int, size: int) -> None:
-        self.size = size
+    def __init__(self, file: ModelFile) -> None:
+        self.size = file.nbytes
         self.at = 0
         self.where = "the header"
-        self._fd = fd
+        self._file = file
         self._buffer = bytearray()
 
     def damaged(self, what: str) -> NoReturn:
@@ -82,7 +78,7 @@ class _Header:
             self.damaged(f"{self.where} makes the header longer than {_HEADER_LIMIT} bytes")
         goal = min(max(end, have + _READ_BYTES), self.size)
         while have < goal:
-            piece = os.pread(self._fd, goal - have, have)
+            piece = self._file.pread(have, goal - have)
             if not piece:
                 self.damaged(f"the file became shorter while it was read (it had {self.size} bytes)")
             self._buffer += piece
@@ -316,99 +312,64 @@ def _check_layout(header: _Header, table: list[tuple[str, tuple[int, ...], int, 
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _File:
-    """One file of a model: the only one, or a part."""
+class _Part:
+    """What one file of a model holds: the only one, or one of several."""
 
     metadata: dict[str, Any]
     tensors: dict[str, TensorView]
-    nbytes: int
-    mapped: mmap.mmap
     parts: int
 
 
-def _read(fd: int, path: Path, wanted: tuple[int, int]) -> _File:
-    status = os.fstat(fd)
-    if stat.S_ISDIR(status.st_mode):
-        inside = sorted(p.name for p in path.glob("*.gguf"))[:3]
-        raise CheckpointError("is a folder; give a GGUF file" + (f" inside it, such as {', '.join(map(quote, inside))}" if inside else ""))
-    if not stat.S_ISREG(status.st_mode):
-        raise CheckpointError("is not a regular file; give a GGUF file")
-    size = status.st_size
-    if size == 0:
+def _read(file: ModelFile, wanted: tuple[int, int]) -> _Part:
+    if not file.nbytes:
         raise CheckpointError("the file is empty")
-    head = os.pread(fd, 64, 0)
+    head = file.pread(0, 64)
     if head[:4] != b"GGUF":
-        raise CheckpointError(describe(head, size))
+        raise CheckpointError(describe(head, file.nbytes))
 
-    header = _Header(fd, size)
+    header = _Header(file)
     header.at = 4
     _version(header)
     tensors = header.u64()
     entries = header.u64()
     least = tensors * _MIN_TENSOR + entries * _MIN_ENTRY
-    if least > size - header.at:
+    if least > file.nbytes - header.at:
         claim = f"the header claims {tensors} tensors and {entries} metadata entries"
-        header.damaged(f"{claim}, more than a file of {size} bytes can hold{_unfinished(least)}")
+        header.damaged(f"{claim}, more than a file of {file.nbytes} bytes can hold{_unfinished(least)}")
     metadata, alignment = _metadata(header, entries)
-    parts = _check_part(header, metadata, path, wanted)
+    parts = _check_part(header, metadata, file.path, wanted)
     if not wanted[0]:
         _check_kind(header, metadata)
     table = _tensor_table(header, tensors, alignment)
     data = (header.at + alignment - 1) // alignment * alignment
     _check_layout(header, table, data)
-
-    mapped = mmap.mmap(fd, size, access=mmap.ACCESS_READ)
-    after = os.fstat(fd)
-    if (after.st_size, after.st_mtime_ns) != (size, status.st_mtime_ns):
-        raise CheckpointError("the file changed while it was read; try again when whatever writes it is done")
-    content = np.frombuffer(mapped, np.uint8)
-    views = {
-        name: TensorView(name, shape, kind, GGML_TYPES[kind].name, nbytes, partial(_part, content, data + offset, nbytes))
-        for name, shape, kind, offset, nbytes in table
-    }
-    return _File(metadata, views, size, mapped, parts)
+    file.check_unchanged()
+    views = {entry[0]: _view(file, data, *entry) for entry in table}
+    return _Part(metadata, views, parts)
 
 
-def _part(content: NDArray[np.uint8], begin: int, nbytes: int) -> NDArray[np.uint8]:
-    return content[begin : begin + nbytes]
+def _view(file: ModelFile, data: int, name: str, shape: tuple[int, ...], kind: int, offset: int, nbytes: int) -> TensorView:
+    form = GGML_TYPES[kind]
+    row = nbytes if len(shape) == 1 else shape[-1] // form.block * form.nbytes
+    return TensorView(name, shape, kind, form.name, nbytes, Place(file, data + offset, nbytes // row, row, row))
 
 
-def _reason(error: OSError | ValueError) -> str:
-    return error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-
-
-def read_gguf(path: Path) -> Checkpoint:
-    """Open a GGUF file, or all files of a split model by the first. Raises CheckpointError and UnsupportedError, with the path in front."""
-    files = [_open(path, (0, 0))]
-    tensors = dict(files[0].tensors)
-    for number, part in enumerate(_part_files(path, 0, files[0].parts)[1:] if files[0].parts > 1 else (), 1):
-        if not part.exists():
-            raise CheckpointError(f"{path}: part {number + 1} of {files[0].parts} is missing: {quote(part.name)}")
-        files.append(_open(part, (number, files[0].parts)))
-        twice = next((name for name in files[-1].tensors if name in tensors), None)
-        if twice is not None:
-            raise CheckpointError(f"{part}: tensor {quote(twice)} is in another part already: parts of two models are mixed up")
-        tensors |= files[-1].tensors
-    stated = files[0].metadata.get("split.tensors.count", len(tensors))
-    if stated != len(tensors):
-        raise CheckpointError(f"{path}: the parts hold {len(tensors)} tensors, but {quote(str(stated))} are stated: parts are mixed up")
-    return Checkpoint(path, files[0].metadata, tensors, sum(f.nbytes for f in files), [f.mapped for f in files])
-
-
-def _open(path: Path, wanted: tuple[int, int]) -> _File:
-    try:
-        # Without O_NONBLOCK, opening a named pipe would wait for a writer.
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-    except FileNotFoundError:
-        raise CheckpointError(f"{path}: no such file") from None
-    except PermissionError:
-        raise CheckpointError(f"{path}: not allowed to read this file") from None
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path}: cannot be opened: {_reason(error)}") from None
-    try:
-        with located(path):
-            return _read(fd, path, wanted)
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path}: cannot be read: {_reason(error)}") from None
-    finally:
-        os.close(fd)
+def read_gguf(file: ModelFile) -> Checkpoint:
+    """A GGUF file, or all files of a split model by the first. Raises CheckpointError and UnsupportedError."""
+    first = _read(file, (0, 0))
+    tensors, files = dict(first.tensors), [file]
+    with ExitStack() as opened:
+        for number, path in enumerate(_part_files(file.path, 0, first.parts)[1:] if first.parts > 1 else (), 1):
+            if not path.exists():
+                raise CheckpointError(f"part {number + 1} of {first.parts} is missing: {quote(path.name)}")
+            with located(path):
+                files.append(opened.enter_context(closed_on_error(ModelFile(path))))
+                part = _read(files[-1], (number, first.parts))
+                twice = next((name for name in part.tensors if name in tensors), None)
+                if twice is not None:
+                    raise CheckpointError(f"tensor {quote(twice)} is in another part already: parts of two models are mixed up")
+            tensors |= part.tensors
+        stated = first.metadata.get("split.tensors.count", len(tensors))
+        if stated != len(tensors):
+            raise CheckpointError(f"the parts hold {len(tensors)} tensors, but {quote(str(stated))} are stated: parts are mixed up")
+    return Checkpoint(file.path, first.metadata, tensors, files)

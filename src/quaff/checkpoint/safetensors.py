@@ -1,17 +1,14 @@
 """A strict reader of safetensors files, one or a sharded set, as they lie in a Hugging Face folder.
 
 A file is a length (u64, little-endian), a JSON header of that many bytes with name -> dtype, shape and byte range, then the data.
-Headers are read by ordinary reads and every number in them is compared with the file before it is used; only data are mapped.
+Every number of a header is compared with the file before it is used.
 Format: the README of the safetensors repository; shards are named by `model.safetensors.index.json`.
 """
 
 import json
-import mmap
-import os
 import re
-import stat
 from collections.abc import Mapping
-from contextlib import suppress
+from contextlib import ExitStack
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -21,6 +18,7 @@ from typing import Any, NoReturn
 import numpy as np
 from numpy.typing import NDArray
 
+from quaff.checkpoint.file import ModelFile, Place, closed_on_error
 from quaff.errors import CheckpointError, located, quote
 
 ONE_FILE = "model.safetensors"
@@ -50,27 +48,29 @@ _ITEM_BYTES = {
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StoredTensor:
-    """A tensor where it lies in its file: `data` is a read-only uint8 view of its values, row-major, of the type that `dtype` names."""
+    """A tensor where it lies in its file: one piece, its values row-major, of the type that `dtype` names."""
 
     name: str
     dtype: str
     shape: tuple[int, ...]
-    data: NDArray[np.uint8]
+    place: Place
+
+    def read(self, begin: int, end: int) -> NDArray[np.uint8]:
+        """Bytes begin .. end - 1."""
+        return self.place.within(begin, end - begin).read()
 
 
 class TensorFolder:
-    """All tensors of a folder, by name; `file_bytes` of all their files together."""
+    """All tensors of a folder, by name, and the files they are in."""
 
-    def __init__(self, tensors: dict[str, StoredTensor], file_bytes: int, maps: tuple[mmap.mmap, ...]) -> None:
+    def __init__(self, tensors: dict[str, StoredTensor], files: tuple[ModelFile, ...]) -> None:
         self.tensors: Mapping[str, StoredTensor] = MappingProxyType(tensors)
-        self.file_bytes = file_bytes
-        self.maps = maps
+        self.files = files
 
     def close(self) -> None:
         self.tensors = MappingProxyType({})
-        for mapped in self.maps:
-            with suppress(BufferError):
-                mapped.close()
+        for file in self.files:
+            file.close()
 
 
 def read_text(path: Path) -> str:
@@ -125,21 +125,19 @@ def read_tensors(folder: Path) -> TensorFolder:
         owner = _shards(folder)
         files = list(dict.fromkeys(owner.values()))
     tensors: dict[str, StoredTensor] = {}
-    maps: list[mmap.mmap] = []
-    file_bytes = 0
-    for name in files:
-        with located(name):
-            found, size, mapped = _read_file(folder / name)
-            file_bytes += size
-            maps += [mapped] if mapped is not None else []
-            for tensor in found:
-                if owner and owner.get(tensor.name) != name:
-                    where = f"says that it is in {quote(owner[tensor.name])}" if tensor.name in owner else "does not name it"
-                    raise CheckpointError(f"holds the tensor {quote(tensor.name)}, but {INDEX} {where}")
-                tensors[tensor.name] = tensor
-    for missing in owner.keys() - tensors.keys():
-        raise CheckpointError(f"{owner[missing]}: has no tensor {quote(missing)}, though {INDEX} says so")
-    return TensorFolder(tensors, file_bytes, tuple(maps))
+    opened: list[ModelFile] = []
+    with ExitStack() as stack:
+        for name in files:
+            with located(name):
+                opened.append(stack.enter_context(closed_on_error(ModelFile(folder / name))))
+                for tensor in _read(opened[-1]):
+                    if owner and owner.get(tensor.name) != name:
+                        where = f"says that it is in {quote(owner[tensor.name])}" if tensor.name in owner else "does not name it"
+                        raise CheckpointError(f"holds the tensor {quote(tensor.name)}, but {INDEX} {where}")
+                    tensors[tensor.name] = tensor
+        for missing in owner.keys() - tensors.keys():
+            raise CheckpointError(f"{owner[missing]}: has no tensor {quote(missing)}, though {INDEX} says so")
+    return TensorFolder(tensors, tuple(opened))
 
 
 def _shards(folder: Path) -> dict[str, str]:
@@ -163,24 +161,9 @@ def _damaged(what: str) -> NoReturn:
     raise CheckpointError(f"damaged safetensors file: {what}")
 
 
-def _read_file(path: Path) -> tuple[list[StoredTensor], int, mmap.mmap | None]:
-    try:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-    except OSError as error:
-        raise CheckpointError(f"cannot be opened: {error.strerror or error}") from None
-    try:
-        status = os.fstat(fd)
-        if not stat.S_ISREG(status.st_mode):
-            raise CheckpointError("is not a regular file")
-        return _read(fd, status.st_size)
-    except OSError as error:
-        raise CheckpointError(f"cannot be read: {error.strerror or error}") from None
-    finally:
-        os.close(fd)
-
-
-def _read(fd: int, size: int) -> tuple[list[StoredTensor], int, mmap.mmap | None]:
-    head = os.pread(fd, 8, 0)
+def _read(file: ModelFile) -> list[StoredTensor]:
+    size = file.nbytes
+    head = file.pread(0, 8)
     if len(head) < 8:
         _damaged(f"it has {size} bytes; its header alone needs more")
     if head.startswith(b"version "):
@@ -190,10 +173,7 @@ def _read(fd: int, size: int) -> tuple[list[StoredTensor], int, mmap.mmap | None
         _damaged(
             f"its header claims {length} bytes, but the file has {size} and {_HEADER_LIMIT} are allowed; it may be an unfinished download"
         )
-    raw = os.pread(fd, length, 8)
-    if len(raw) < length:
-        _damaged("the file became shorter while it was read")
-    header = parse_json(raw, "damaged safetensors file: its header")
+    header = parse_json(file.read(8, length).tobytes(), "damaged safetensors file: its header")
     if not isinstance(header, dict):
         _damaged("its header is not a JSON object")
     header.pop("__metadata__", None)
@@ -206,11 +186,11 @@ def _read(fd: int, size: int) -> tuple[list[StoredTensor], int, mmap.mmap | None
         at = end
     if at != data:
         _damaged(f"its tensors end at byte {at} of the data, but {data} bytes are there")
-    if not data:
-        return [], size, None
-    mapped = mmap.mmap(fd, size, access=mmap.ACCESS_READ)
-    content = np.frombuffer(mapped, np.uint8)[8 + length :]
-    return [StoredTensor(name, dtype, shape, content[begin:end]) for name, dtype, shape, begin, end in table], size, mapped
+    file.check_unchanged()
+    return [
+        StoredTensor(name, dtype, shape, Place(file, 8 + length + begin, 1, end - begin, end - begin))
+        for name, dtype, shape, begin, end in table
+    ]
 
 
 def _entry(name: str, entry: Any, data: int) -> tuple[str, str, tuple[int, ...], int, int]:

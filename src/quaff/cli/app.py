@@ -16,6 +16,7 @@ from quaff.cli.convert import convert
 from quaff.cli.explain import explain
 from quaff.cli.inspect import inspect
 from quaff.cli.models import models
+from quaff.cli.pack import pack
 from quaff.cli.pull import pull
 from quaff.cli.run import run
 from quaff.cli.score import score
@@ -51,7 +52,7 @@ def options(
     pass
 
 
-for verb in (pull, run, chat, bench, explain, verify, inspect, score, convert, models):
+for verb in (pull, run, chat, bench, explain, verify, inspect, score, convert, pack, models):
     app.command()(verb)
 
 

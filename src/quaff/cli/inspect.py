@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
 
 from quaff.cli.console import Bar, note, print_json
 from quaff.cli.options import Json, Model, Quantize
@@ -12,15 +14,25 @@ if TYPE_CHECKING:
     from quaff.checkpoint import Checkpoint
 
 
-def inspect(model: Model, quantize: Quantize = None, as_json: Json = False) -> None:
+Check = Annotated[bool, typer.Option("--check", help="Read all of a packed file and compare its weights with their hashes.")]
+
+
+def inspect(model: Model, quantize: Quantize = None, check: Check = False, as_json: Json = False) -> None:
     """Show what a model holds: family, tensor types, sizes, memory needed."""
+    from quaff.checkpoint.hashes import check_hashes
+    from quaff.errors import ConfigError, located
     from quaff.hub import resolve
     from quaff.models.huggingface import open_model
 
     with Bar(unit="bytes") as bar:
         path = resolve(model, bar.step)
-    with open_model(path, quantize) as checkpoint:
-        report = describe(checkpoint)
+        with open_model(path, quantize) as checkpoint:
+            if check:
+                if checkpoint.origin is None:
+                    raise ConfigError(f"{path}: --check compares with the hashes of a packed file, and this is none")
+                with located(path):
+                    check_hashes(checkpoint.tensors, lambda done, total: bar.step("checking", done, total))
+            report = describe(checkpoint)
     if as_json:
         print_json(report)
         return
@@ -39,7 +51,7 @@ def describe(checkpoint: Checkpoint) -> dict[str, Any]:
     for view in checkpoint.tensors.values():
         counts[view.type_name] += 1
         sizes[view.type_name] += view.nbytes
-    metadata = checkpoint.metadata
+    metadata, origin = checkpoint.metadata, checkpoint.origin
 
     def known(key: str, kind: type[Any]) -> Any:
         """The value of a key, or None when it is missing or of another kind than it should be."""
@@ -51,6 +63,7 @@ def describe(checkpoint: Checkpoint) -> dict[str, Any]:
         "file_bytes": checkpoint.file_bytes,
         "format": checkpoint.format,
         "quantized": checkpoint.quantized,
+        "packed_from": None if origin is None else {"name": origin.name, "format": origin.format, "file_bytes": origin.nbytes},
         "architecture": checkpoint.architecture,
         "name": known("general.name", str),
         "supported": True,
@@ -81,7 +94,10 @@ def print_report(report: dict[str, Any]) -> None:
         print(f"{label:<16}{one_line(text)}")
 
     row("file", f"{report['path']} ({human_bytes(report['file_bytes'])})")
-    if report["quantized"]:
+    if report["packed_from"]:
+        origin = report["packed_from"]
+        row("format", f"packed from {origin['name']} ({origin['format']}{', ' + report['quantized'] if report['quantized'] else ''})")
+    elif report["quantized"]:
         matrices = "matrices as stored" if report["quantized"] == "none" else f"matrices become {report['quantized']} on load"
         row("format", f"{report['format']}, {matrices}")
     row("family", report["architecture"] + ("" if report["supported"] else "  (not supported)"))

@@ -23,7 +23,9 @@ def _a_number(value: float) -> float:
 
 Model = Annotated[
     str,
-    typer.Argument(help="A GGUF file, a Hugging Face folder, an alias (smollm2, gemma3), or hf:owner/repo(/file).", show_default=False),
+    typer.Argument(
+        help="A GGUF or packed file, a Hugging Face folder, an alias (smollm2, gemma3), or hf:owner/repo(/file).", show_default=False
+    ),
 ]
 QuantizeName = Literal["q8_0", "q4_0", "q4_1", "none"]
 Quantize = Annotated[

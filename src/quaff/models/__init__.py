@@ -99,4 +99,6 @@ def read_model(checkpoint: Checkpoint, context: int | None = None) -> ReadModel:
         if in_config(name) and len(shape) == 1 and ggml_type == F32_TYPE:
             values[name] = checkpoint.tensors[name].data.view(np.float32)
     config = model_family.config({**checkpoint.metadata, **values}, tensors)
-    return ReadModel(model_family, config, model_family.split(config, checkpoint.tensors))
+    # A packed file holds what is left when tensors of several parts have been taken apart.
+    views = checkpoint.tensors if checkpoint.format == "packed" else model_family.split(config, checkpoint.tensors)
+    return ReadModel(model_family, config, views)

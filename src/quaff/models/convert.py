@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -11,7 +9,8 @@ from typing import Any, Literal, get_args
 import numpy as np
 
 from quaff.checkpoint import GGML_TYPES, Checkpoint
-from quaff.errors import CheckpointError, ConfigError
+from quaff.checkpoint.writing import new_file
+from quaff.errors import ConfigError
 from quaff.models.huggingface import open_folder
 from quaff.tokenizer.huggingface import gguf_keys
 
@@ -26,26 +25,8 @@ def convert(folder: Path, out: Path, matrices: FileType = "q8_0", progress: Call
     """
     if matrices not in get_args(FileType):
         raise ConfigError(f"type is {matrices!r}; expected one of {', '.join(get_args(FileType))}")
-    if out.exists():
-        raise CheckpointError(f"{out}: exists already; remove it or choose another name")
-    if not out.parent.is_dir():
-        raise CheckpointError(f"{out}: there is no folder {out.parent}")
-    with open_folder(folder, matrices) as checkpoint:
-        metadata = gguf_keys(checkpoint.metadata)
-        fd, name = tempfile.mkstemp(prefix=f".{out.name}-", dir=out.parent)
-        os.close(fd)
-        temporary = Path(name)
-        try:
-            _write(checkpoint, metadata, temporary, matrices, progress)
-            # mkstemp's files are private; a model is as readable as any other file.
-            mask = os.umask(0)
-            os.umask(mask)
-            temporary.chmod(0o666 & ~mask)
-            with temporary.open("rb") as file:
-                os.fsync(file.fileno())
-            os.replace(temporary, out)
-        finally:
-            temporary.unlink(missing_ok=True)
+    with new_file(out) as temporary, open_folder(folder, matrices) as checkpoint:
+        _write(checkpoint, gguf_keys(checkpoint.metadata), temporary, matrices, progress)
 
 
 def _write(

@@ -10,7 +10,7 @@ from typing import Any, Protocol, overload
 import numpy as np
 from numpy.typing import NDArray
 
-from quaff.checkpoint import TensorView
+from quaff.checkpoint import Place, TensorView
 from quaff.config import AttentionConfig, DeltaConfig, ExpertsConfig, LayerConfig, ModelConfig, RopeConfig
 from quaff.errors import ConfigError, UnsupportedError, quote
 from quaff.models.metadata import MetadataReader, model_name
@@ -267,7 +267,12 @@ def _parts(view: TensorView, names: list[str], sizes: list[int], axis: int) -> I
     for name, size in zip(names, sizes, strict=True):
         shape = (*view.shape[:axis], size, *view.shape[axis + 1 :])
         nbytes = view.nbytes * size // whole
-        yield replace(view, name=name, shape=shape, nbytes=nbytes, read=partial(read, name, begin, size))
+        source: Place | Callable[[], NDArray[np.uint8]] = partial(read, name, begin, size)
+        if (place := view.place) is not None and axis < len(view.shape) - 1:
+            source = place.pieces(place.count * begin // whole, place.count * size // whole)
+        elif place is not None:
+            source = place.within(place.nbytes * begin // whole, place.nbytes * size // whole)
+        yield replace(view, name=name, shape=shape, nbytes=nbytes, source=source)
         begin += size
 
 

@@ -6,6 +6,7 @@ import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from math import prod
 from pathlib import Path
@@ -37,9 +38,9 @@ OTHER_SENSES = re.compile(
 
 
 def open_model(path: str | os.PathLike[str], quantize: Quantize | None = None) -> Checkpoint:
-    """Open a GGUF file, or a Hugging Face folder whose matrices become `quantize` (None: q8_0) as they are read.
+    """Open a GGUF or packed file, or a Hugging Face folder whose matrices become `quantize` (None: q8_0) as they are read.
 
-    Raises CheckpointError and UnsupportedError as `open_checkpoint` does, ConfigError for `quantize` with a GGUF file.
+    Raises CheckpointError and UnsupportedError as `open_checkpoint` does, ConfigError for `quantize` with a file.
     """
     path = Path(path)
     if quantize is not None and quantize not in QUANTIZE:
@@ -47,7 +48,7 @@ def open_model(path: str | os.PathLike[str], quantize: Quantize | None = None) -
     if path.is_dir() and ((path / "config.json").exists() or not any(path.glob("*.gguf"))):
         return open_folder(path, quantize or "q8_0")
     if quantize is not None:
-        raise ConfigError(f"{path}: a GGUF file is taken as it is; quantize is for Hugging Face folders")
+        raise ConfigError(f"{path}: a file is taken as it is; quantize is for Hugging Face folders")
     return open_checkpoint(path)
 
 
@@ -69,7 +70,7 @@ def open_folder(folder: Path, matrices: str) -> Checkpoint:
             metadata["general.name"] = _name(folder.resolve())
             tokens = views["token_embd.weight"].shape[0] if "token_embd.weight" in views else 0
             metadata |= _tokenizer(folder, config, tokens)
-            return Checkpoint(folder, metadata, views, stored.file_bytes, stored.maps, "safetensors", matrices)
+            return Checkpoint(folder, metadata, views, stored.files, "safetensors", matrices)
 
 
 def _name(folder: Path) -> str:
@@ -209,16 +210,14 @@ def _view(item: Imported, shape: tuple[int, ...], sources: Sequence[StoredTensor
     values = prod(shape)
     nbytes = values // form.block * form.nbytes
     if item.make is None and sources[0].dtype == kind:
-        return TensorView(item.name, shape, form.id, kind, nbytes, partial(_stored_bytes, sources[0]))
-    # The result, a block of rows as f32 with the quantiser's copies of it, and what `make` takes and gives.
-    scratch = nbytes + 4 * 6 * min(values, max(BLOCK_VALUES, shape[-1]))
+        rows = values // shape[-1] if len(shape) > 1 else 1
+        place = replace(sources[0].place, count=rows, nbytes=nbytes // rows, stride=nbytes // rows)
+        return TensorView(item.name, shape, form.id, kind, nbytes, place)
+    # The result, a block of rows as it is stored and as f32 with the quantiser's copies of it, and what `make` takes and gives.
+    scratch = nbytes + 4 * 7 * min(values, max(BLOCK_VALUES, shape[-1]))
     if item.make is not None:
-        scratch += 4 * values + sum(4 * prod(s.shape) for s in sources if s.dtype != "F32")
+        scratch += 4 * values + sum(s.place.nbytes + 4 * prod(s.shape) * (s.dtype != "F32") for s in sources)
     return TensorView(item.name, shape, form.id, kind, nbytes, partial(_made_bytes, item, shape, sources, kind, nbytes), scratch)
-
-
-def _stored_bytes(source: StoredTensor) -> Bytes:
-    return source.data
 
 
 def _made_bytes(item: Imported, shape: tuple[int, ...], sources: Sequence[StoredTensor], kind: str, nbytes: int) -> Bytes:
@@ -248,15 +247,15 @@ def _slice(flat: NDArray[np.float32], begin: int, end: int) -> NDArray[np.float3
 
 def _whole(source: StoredTensor) -> NDArray[Any]:
     """All values as f32 in the tensor's shape; those of dtype U8 as they are."""
-    values = source.data if source.dtype == "U8" else _values(source, 0, prod(source.shape))
+    values = source.place.read() if source.dtype == "U8" else _values(source, 0, prod(source.shape))
     return values.reshape(source.shape)
 
 
 def _values(source: StoredTensor, begin: int, end: int) -> NDArray[np.float32]:
     """Values begin .. end - 1 in row-major order, exactly, as f32."""
     if source.dtype == "F32":
-        return source.data[4 * begin : 4 * end].view(np.float32)
-    raw = source.data[2 * begin : 2 * end]
+        return source.read(4 * begin, 4 * end).view(np.float32)
+    raw = source.read(2 * begin, 2 * end)
     if source.dtype == "F16":
         return raw.view(np.float16).astype(np.float32)
     return (raw.view(np.uint16).astype(np.uint32) << 16).view(np.float32)

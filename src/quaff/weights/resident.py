@@ -1,13 +1,14 @@
-"""All weights in memory: every tensor of a model packed once into panels."""
+"""All weights in memory: every tensor of a model packed once into panels, those of a packed file where they are mapped."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
 import numpy as np
+from numpy.typing import NDArray
 
 from quaff import _native
-from quaff.checkpoint import TensorView
+from quaff.checkpoint import ModelFile, TensorView
 from quaff.errors import CheckpointError, MemoryBudgetError, quote
 from quaff.weights.budget import Accountant
 
@@ -24,10 +25,11 @@ class ResidentWeights:
     ) -> None:
         """Pack `views`, tensors by name. `progress` gets (bytes read, bytes in all).
 
-        Raises MemoryBudgetError, or CheckpointError for values that are not finite.
+        Raises MemoryBudgetError, or CheckpointError for values that are not finite and for a file that cannot be read to its end.
         """
         self._accountant = accountant
         self._weights: dict[str, _native.Weight] = {}
+        self._mapped: dict[ModelFile, NDArray[np.uint8]] = {}
         self.loaded_bytes = 0
         total = sum(view.nbytes for view in views.values())
         done = 0
@@ -48,16 +50,8 @@ class ResidentWeights:
         self.loaded_bytes += view.nbytes
         self._accountant.take(view.scratch_bytes, f"reading {what}")
         try:
-            if len(view.shape) == 1 or view.name.endswith(".bias"):
-                values = np.array(view.data.view(np.float32))
-                if not np.isfinite(values).all():
-                    raise CheckpointError(f"tensor {quote(view.name)} holds a value that is not finite; the file is damaged")
-                weight = _native.Weight.vector(values)
-            elif len(view.shape) == 3:
-                weight = _native.Weight.stack(view.ggml_type, view.data, *view.shape, threads)
-            else:
-                weight = _native.Weight(view.ggml_type, view.data, view.shape[0], view.shape[1], threads)
-        except ValueError as error:
+            weight = self._vector(view) if view.is_vector else self._matrix(view, threads)
+        except (ValueError, RuntimeError) as error:
             raise CheckpointError(f"tensor {quote(view.name)}: {error}") from None
         except MemoryError:
             raise MemoryBudgetError(f"the system has no memory left for {what}; use a smaller model") from None
@@ -67,6 +61,25 @@ class ResidentWeights:
         self._accountant.give(max(0, view.nbytes - weight.nbytes))
         self.loaded_bytes += weight.nbytes - view.nbytes
         return weight
+
+    def _vector(self, view: TensorView) -> _native.Weight:
+        values = view.data.view(np.float32)
+        if not np.isfinite(values).all():
+            raise CheckpointError(f"tensor {quote(view.name)} holds a value that is not finite; the file is damaged")
+        return _native.Weight.vector(values)
+
+    def _matrix(self, view: TensorView, threads: int) -> _native.Weight:
+        kind, stack, (rows, cols), place = view.ggml_type, view.matrices, view.shape[-2:], view.place
+        if place is None:
+            if stack:
+                return _native.Weight.stack(kind, view.data, stack, rows, cols, threads)
+            return _native.Weight(kind, view.data, rows, cols, threads)
+        if not view.packed:
+            return _native.Weight.read(kind, place.file.fd, place.offset, place.stride, stack, rows, cols, threads)
+        if place.file not in self._mapped:
+            self._mapped[place.file] = place.file.map()
+        panels = self._mapped[place.file][place.offset : place.offset + (place.count - 1) * place.stride + place.nbytes]
+        return _native.Weight.view(kind, panels, place.stride, stack, rows, cols)
 
     def __getitem__(self, name: str) -> _native.Weight:
         return self._weights[name]
@@ -84,5 +97,6 @@ class ResidentWeights:
 
     def close(self) -> None:
         self._weights.clear()
+        self._mapped.clear()
         self._accountant.give(self.loaded_bytes)
         self.loaded_bytes = 0

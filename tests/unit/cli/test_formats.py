@@ -39,7 +39,7 @@ def test_every_verb_that_loads_takes_quantize(cli: Cli, folder: Path, tmp_path: 
         assert cli(verb[0], folder, *verb[1:], "--quantize", "q4_0", "--json").code == 0
     assert cli("chat", folder, "--quantize", "q4_0", "--max-tokens", 2, stdin=b"hi\n").code == 0
     assert_error(cli("bench", folder, "--ledger", tmp_path / "ledger.jsonl"), 1, "the ledger keeps figures of model files", "quaff convert")
-    assert_error(cli("run", model, "hi", "--quantize", "q8_0"), 1, "a GGUF file is taken as it is")
+    assert_error(cli("run", model, "hi", "--quantize", "q8_0"), 1, "a file is taken as it is")
     assert_error(cli("run", folder, "hi", "--quantize", "q5_0"), 2, "q5_0")
 
 

@@ -213,7 +213,7 @@ def test_options_are_checked(llama: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="quantize is 'q5_0'; expected one of q8_0, q4_0, q4_1, none"):
         open_model(llama, "q5_0")  # type: ignore[arg-type]
     path = CASES["llama-gqa"].write(tmp_path / "m.gguf")
-    with pytest.raises(ConfigError, match="m.gguf: a GGUF file is taken as it is"):
+    with pytest.raises(ConfigError, match="m.gguf: a file is taken as it is"):
         quaff.load(path, quantize="q8_0")
     with pytest.raises(CheckpointError, match="is a folder; give a GGUF file inside it, such as 'm.gguf'"):
         quaff.load(tmp_path)
