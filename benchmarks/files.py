@@ -37,6 +37,8 @@ FILES = {
     "gemma3-270m-q4_k_m": Source(alias="gemma3"),
     "lfm2-350m-q8_0": Source(shape="lfm2-350m", kind="q8_0"),
     "lfm2-350m-q4_0": Source(shape="lfm2-350m", kind="q4_0"),
+    "kimi-linear-q8_0": Source(shape="kimi-linear", kind="q8_0"),
+    "qwen3.5-0.8b-q8_0": Source(shape="qwen3.5-0.8b", kind="q8_0"),
 }
 
 

@@ -20,7 +20,7 @@ from math import prod
 from pathlib import Path
 
 import numpy as np
-from gguf import GGMLQuantizationType, GGUFWriter, TokenType
+from gguf import ExpertGatingFuncType, GGMLQuantizationType, GGUFWriter, TokenType
 from numpy.typing import NDArray
 
 PIECE_BYTES = 8 << 20
@@ -28,9 +28,11 @@ PIECE_BYTES = 8 << 20
 
 @dataclass(frozen=True)
 class Shape:
-    """Sizes of a decoder with a tied embedding, of an architecture that is Llama's but for biases on q, k and v (qwen2), or for QK-norms
-    and short convolutions in all layers but `attends` (lfm2), or for QK-norms and `experts` experts of width `ffn_dim`, `used` of them for
-    a token (qwen3moe), or for gated attention in every fourth layer and gated delta rules of `delta_heads` heads in the others (qwen35).
+    """Sizes of a decoder, whose embedding is tied unless `untied`, of an architecture that is Llama's but for biases on q, k and v (qwen2),
+    or for QK-norms and short convolutions in all layers but `attends` (lfm2), or for QK-norms and `experts` experts of width `ffn_dim`,
+    `used` of them for a token (qwen3moe), or for gated attention in every fourth layer and gated delta rules of `delta_heads` heads in the
+    others (qwen35), or for latent attention of rank `latent` in every fourth layer, delta rules in the others, and experts, one of them
+    shared, after the ffn of the first layer, `dense_dim` wide (kimi-linear).
     """
 
     dim: int
@@ -48,6 +50,9 @@ class Shape:
     experts: int = 0
     used: int = 0
     delta_heads: int = 0
+    latent: int = 0
+    dense_dim: int = 0
+    untied: bool = False
 
 
 SHAPES = {
@@ -66,11 +71,37 @@ SHAPES = {
     "tiny-qwen3moe": Shape(256, 128, 6, 4, 2, 64, 512, 1e6, 512, "qwen3moe", experts=8, used=2),
     # A mixture that fits this size of machine: 1 billion weights, of which a token uses a sixth.
     "qwen3-moe": Shape(1024, 384, 12, 16, 4, 64, 65536, 1e6, 32768, "qwen3moe", experts=64, used=8),
+    "tiny-kimi": Shape(
+        256, 128, 4, 8, 8, 128, 512, 1e4, 512, "kimi-linear", taps=4, experts=8, used=2, latent=256, dense_dim=512, untied=True
+    ),
+    # As Kimi Linear 48B in ratios, of 0.9 billion weights.
+    "kimi-linear": Shape(
+        1024,
+        256,
+        12,
+        8,
+        8,
+        128,
+        65536,
+        1e4,
+        131072,
+        "kimi-linear",
+        taps=4,
+        experts=128,
+        used=8,
+        latent=512,
+        dense_dim=4096,
+        untied=True,
+    ),
+    "llama2-7b": Shape(4096, 11008, 32, 32, 32, 128, 32000, 1e4, 4096, untied=True),
     "smollm2-1.7b": Shape(2048, 8192, 24, 32, 32, 64, 49152, 1.3e5, 8192),
 }
-# Matrices that stay F32: taps of convolutions. Layers of Qwen3.5 up to one that attends; width of a key or value head of its delta rule.
-TAPS = ("shortconv.conv", "ssm_conv1d")
-INTERVAL, DELTA_DIM = 4, 128
+# Matrices that stay F32: taps of convolutions. Layers of Qwen3.5 and Kimi Linear up to one that attends; width of a key or value head of
+# their delta rules; values of a latent key that would turn.
+TAPS = ("shortconv.conv", "ssm_conv1d", "ssm_conv1d_q", "ssm_conv1d_k", "ssm_conv1d_v")
+INTERVAL, DELTA_DIM, TURNED = 4, 128, 64
+# What adds to the residual in a mixture.
+SMALL = tuple(f"{role}.weight" for role in ("attn_output", "ffn_down", "ffn_down_exps", "ffn_down_shexp"))
 # Kinds of files, with llama.cpp's number for each (general.file_type), which other readers ask for.
 KINDS = {"q4_0": 2, "q4_1": 3, "q8_0": 7, "q4_k_m": 15}
 # Of one block: weights, bytes, and the root mean square of code times sub-block scale.
@@ -140,7 +171,7 @@ def more_bits(index: int, layers: int) -> bool:
 
 def tensor_type(kind: str, layer: int, role: str, layers: int, columns: int) -> str:
     """The type that llama.cpp gives a matrix in a file of this kind (llama-quant.cpp). A tied embedding is treated as the head it is."""
-    if role == "token_embd":
+    if role == "output":
         wanted = "q8_0" if kind == "q8_0" else "q6_k"
     elif role == "ffn_gate_inp":
         return "f32"
@@ -160,14 +191,20 @@ def nbytes(size: tuple[int, ...], kind: str) -> int:
 
 def tensors(shape: Shape, kind: str) -> Iterator[tuple[str, tuple[int, ...], str]]:
     """(name, shape in rows x columns, type) in file order."""
-    yield "token_embd.weight", (shape.vocab, shape.dim), tensor_type(kind, 0, "token_embd", shape.layers, shape.dim)
+    yield (
+        "token_embd.weight",
+        (shape.vocab, shape.dim),
+        tensor_type(kind, 0, "token_embd" if shape.untied else "output", shape.layers, shape.dim),
+    )
     for layer in range(shape.layers):
         for role, size in roles(shape, layer):
-            t = "f32" if len(size) == 1 or role in TAPS else tensor_type(kind, layer, role, shape.layers, size[-1])
-            yield f"blk.{layer}.{role}" + ("" if role in ("ssm_a", "ssm_dt.bias") else ".weight"), size, t
+            t = "f32" if len(size) == 1 or role in (*TAPS, "ssm_a") else tensor_type(kind, layer, role, shape.layers, size[-1])
+            yield f"blk.{layer}.{role}" + ("" if role == "ssm_a" or role.endswith(".bias") else ".weight"), size, t
             if shape.architecture == "qwen2" and role in ("attn_q", "attn_k", "attn_v"):
                 yield f"blk.{layer}.{role}.bias", size[:1], "f32"
     yield "token_embd_norm.weight" if shape.architecture == "lfm2" else "output_norm.weight", (shape.dim,), "f32"
+    if shape.untied:
+        yield "output.weight", (shape.vocab, shape.dim), tensor_type(kind, 0, "output", shape.layers, shape.dim)
 
 
 def roles(shape: Shape, layer: int) -> Iterator[tuple[str, tuple[int, ...]]]:
@@ -183,6 +220,8 @@ def roles(shape: Shape, layer: int) -> Iterator[tuple[str, tuple[int, ...]]]:
         yield from (("attn_qkv", (3 * values, dim)), ("attn_gate", (values, dim)), ("ssm_conv1d", (3 * values, shape.taps)))
         yield from (("ssm_alpha", (heads, dim)), ("ssm_beta", (heads, dim)), ("ssm_a", (heads,)), ("ssm_dt.bias", (heads,)))
         yield from (("ssm_norm", (DELTA_DIM,)), ("ssm_out", (dim, values)))
+    elif shape.architecture == "kimi-linear":
+        yield from kimi_mixer(shape, attends=not (layer + 1) % INTERVAL)
     else:
         q *= 2 if shape.architecture == "qwen35" else 1
         yield from (("attn_q", (q, dim)), ("attn_k", (kv, dim)), ("attn_v", (kv, dim)))
@@ -190,15 +229,38 @@ def roles(shape: Shape, layer: int) -> Iterator[tuple[str, tuple[int, ...]]]:
         if shape.architecture in ("lfm2", "qwen3moe", "qwen35"):
             yield from (("attn_q_norm", (shape.head_dim,)), ("attn_k_norm", (shape.head_dim,)))
     yield "post_attention_norm" if shape.architecture == "qwen35" else "ffn_norm", (dim,)
-    yield from ffn(shape)
+    if shape.architecture == "kimi-linear" and layer:
+        yield from mixture(shape)
+        yield "exp_probs_b.bias", (shape.experts,)
+        yield from ffn(shape, shape.ffn_dim, "_shexp")
+    elif shape.experts and not shape.dense_dim:
+        yield from mixture(shape)
+    else:
+        yield from ffn(shape, shape.dense_dim or shape.ffn_dim)
 
 
-def ffn(shape: Shape) -> tuple[tuple[str, tuple[int, ...]], ...]:
-    up, down = (shape.ffn_dim, shape.dim), (shape.dim, shape.ffn_dim)
-    if not shape.experts:
-        return ("ffn_gate", up), ("ffn_up", up), ("ffn_down", down)
-    e = shape.experts
-    return ("ffn_gate_inp", (e, shape.dim)), ("ffn_gate_exps", (e, *up)), ("ffn_up_exps", (e, *up)), ("ffn_down_exps", (e, *down))
+def kimi_mixer(shape: Shape, attends: bool) -> Iterator[tuple[str, tuple[int, ...]]]:
+    dim, heads, width = shape.dim, shape.heads, shape.heads * shape.head_dim
+    if attends:
+        yield "attn_q", (heads * (shape.head_dim + TURNED), dim)
+        yield from (("attn_kv_a_mqa", (shape.latent + TURNED, dim)), ("attn_kv_a_norm", (shape.latent,)))
+        yield from (("attn_k_b", (heads, shape.latent, shape.head_dim)), ("attn_v_b", (heads, shape.head_dim, shape.latent)))
+    else:
+        yield from ((f"attn_{part}", (width, dim)) for part in "qkv")
+        yield from ((f"ssm_conv1d_{part}", (1, width, 1, shape.taps)) for part in "qkv")
+        for gate in "fg":
+            yield from ((f"ssm_{gate}_a", (DELTA_DIM, dim)), (f"ssm_{gate}_b", (width, DELTA_DIM)))
+        yield from (("ssm_beta", (heads, dim)), ("ssm_a", (1, 1, heads, 1)), ("ssm_dt.bias", (width,)), ("ssm_norm", (DELTA_DIM,)))
+    yield "attn_output", (dim, width)
+
+
+def ffn(shape: Shape, width: int, end: str = "") -> Iterator[tuple[str, tuple[int, ...]]]:
+    yield from ((f"ffn_gate{end}", (width, shape.dim)), (f"ffn_up{end}", (width, shape.dim)), (f"ffn_down{end}", (shape.dim, width)))
+
+
+def mixture(shape: Shape) -> Iterator[tuple[str, tuple[int, ...]]]:
+    yield "ffn_gate_inp", (shape.experts, shape.dim)
+    yield from ((f"{role}_exps", (shape.experts, *size)) for role, size in ffn(shape, shape.ffn_dim))
 
 
 def byte_names() -> list[str]:
@@ -220,6 +282,23 @@ def add_vocabulary(writer: GGUFWriter, size: int, pre: str) -> None:
     writer.add_add_bos_token(False)
 
 
+def add_latent(writer: GGUFWriter, shape: Shape) -> None:
+    """Latent attention and Kimi's delta rules and mixture."""
+    writer.add_key_length(shape.latent + TURNED)
+    writer.add_value_length(shape.latent)
+    writer.add_key_length_mla(shape.head_dim + TURNED)
+    writer.add_value_length_mla(shape.head_dim)
+    writer.add_kv_lora_rank(shape.latent)
+    writer.add_rope_dimension_count(TURNED)
+    writer.add_uint32("kimi-linear.kda.head_dim", DELTA_DIM)
+    writer.add_ssm_conv_kernel(shape.taps)
+    writer.add_leading_dense_block_count(1)
+    writer.add_expert_shared_count(1)
+    writer.add_expert_weights_norm(True)
+    writer.add_expert_weights_scale(2.5)
+    writer.add_expert_gating_func(ExpertGatingFuncType.SIGMOID)
+
+
 def write_model(path: Path, name: str, kind: str = "q4_0", seed: int = 1) -> int:
     """Write the model, whole or not at all, and return the file's size in bytes. `kind` is one of KINDS."""
     shape = SHAPES[name]
@@ -229,15 +308,20 @@ def write_model(path: Path, name: str, kind: str = "q4_0", seed: int = 1) -> int
     writer.add_block_count(shape.layers)
     writer.add_context_length(shape.context)
     writer.add_embedding_length(shape.dim)
-    writer.add_feed_forward_length(shape.ffn_dim)
+    writer.add_feed_forward_length(shape.dense_dim or shape.ffn_dim)
     writer.add_head_count(shape.heads)
     if shape.architecture == "lfm2":
         writer.add_head_count_kv([shape.kv_heads if layer in shape.attends else 0 for layer in range(shape.layers)])
         writer.add_shortconv_l_cache(shape.taps)
+    elif shape.architecture == "kimi-linear":
+        writer.add_head_count_kv([int(not (layer + 1) % INTERVAL) for layer in range(shape.layers)])
     else:
         writer.add_head_count_kv(shape.kv_heads)
-    writer.add_key_length(shape.head_dim)
-    writer.add_value_length(shape.head_dim)
+    if shape.latent:
+        add_latent(writer, shape)
+    else:
+        writer.add_key_length(shape.head_dim)
+        writer.add_value_length(shape.head_dim)
     if shape.architecture == "qwen35":
         writer.add_rope_dimension_count(shape.head_dim // 4)
         writer.add_rope_dimension_sections([11, 11, 10, 0])
@@ -247,7 +331,7 @@ def write_model(path: Path, name: str, kind: str = "q4_0", seed: int = 1) -> int
         writer.add_ssm_inner_size(shape.delta_heads * DELTA_DIM)
         writer.add_ssm_state_size(DELTA_DIM)
         writer.add_ssm_time_step_rank(shape.delta_heads)
-    else:
+    elif not shape.latent:
         writer.add_rope_dimension_count(shape.head_dim)
     writer.add_rope_freq_base(shape.rope_theta)
     writer.add_layer_norm_rms_eps(1e-5)
@@ -277,17 +361,17 @@ def write_model(path: Path, name: str, kind: str = "q4_0", seed: int = 1) -> int
             for tensor, size, t in plan:
                 stream = random_bytes(seed, tensor)
                 if tensor.endswith(tuple(f"{role}.weight" for role in TAPS)):  # uniform: all taps of a channel have norm one
-                    ((next(stream)[: prod(size)].astype("<f4") / 128 - 1) * np.float32((3 / size[1]) ** 0.5)).tofile(file)
+                    ((next(stream)[: prod(size)].astype("<f4") / 128 - 1) * np.float32((3 / size[-1]) ** 0.5)).tofile(file)
                 elif t == "f32" and len(size) == 2:  # a router: values of 1/sqrt(columns) from bytes, whose deviation is 73.9
                     ((next(stream)[: prod(size)].astype("<f4") - 127.5) / np.float32(73.9 * size[1] ** 0.5)).astype("<f4").tofile(file)
                 elif t == "f32":
                     least = -0.25 if tensor.endswith(".bias") else 0.75
                     sign = -1 if tensor.endswith("ssm_a") else 1  # a rate of decay
-                    (sign * (least + next(stream)[: size[0]].astype("<f4") / 512)).astype("<f4").tofile(file)
+                    (sign * (least + next(stream)[: prod(size)].astype("<f4") / 512)).astype("<f4").tofile(file)
                 else:
                     # 1/sqrt(columns) keeps activations near one through any number of layers; the embedding's rows have norm one.
                     # In a mixture what layers add is small, so that rows differ as their tokens do and choose all experts alike.
-                    small = 0.01 if shape.experts and tensor.endswith(("attn_output.weight", "ffn_down_exps.weight")) else 1.0
+                    small = 0.01 if shape.experts and tensor.endswith(SMALL) else 1.0
                     for piece in blocks(t, stream, nbytes(size, t) // BLOCKS[t][1], small * size[-1] ** -0.5):
                         piece.tofile(file)
                 writer.write_padding(file, nbytes(size, t))

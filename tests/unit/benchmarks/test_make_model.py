@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from benchmarks.make_model import BLOCKS, KINDS, PIECE_BYTES, SHAPES, Shape, blocks, byte_names, random_bytes, tensors, write_model
+from benchmarks.make_model import BLOCKS, KINDS, PIECE_BYTES, SHAPES, SMALL, Shape, blocks, byte_names, random_bytes, tensors, write_model
 from gguf import GGUFReader
 from gguf.quants import dequantize
 
@@ -41,7 +41,7 @@ def test_same_arguments_same_bytes(tmp_path: Path, name: str, kind: str, tensor:
     assert hashlib.sha256(data).hexdigest() == DATA[name, kind, tensor]
 
 
-@pytest.mark.parametrize("name", ["tiny", "tiny-qwen2", "tiny-lfm2", "tiny-qwen3moe", "tiny-qwen35"])
+@pytest.mark.parametrize("name", ["tiny", "tiny-qwen2", "tiny-lfm2", "tiny-qwen3moe", "tiny-qwen35", "tiny-kimi"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_both_readers_see_the_same_sound_model(tmp_path: Path, kind: str, name: str) -> None:
     path = tmp_path / "model.gguf"
@@ -56,22 +56,22 @@ def test_both_readers_see_the_same_sound_model(tmp_path: Path, kind: str, name: 
         model = read_model(checkpoint)
         config = model.config
         model.family.check(config, model.tensors)
-    assert (config.architecture, config.dim, config.ffn_dim) == (shape.architecture, shape.dim, shape.ffn_dim)
+    assert (config.architecture, config.dim, config.ffn_dim) == (shape.architecture, shape.dim, shape.dense_dim or shape.ffn_dim)
     assert (len(config.layers), config.vocab) == (shape.layers, shape.vocab)
-    experts = config.layers[0].experts
-    assert (experts is not None) == (shape.architecture == "qwen3moe")
+    experts = config.layers[-1].experts
+    assert (experts is not None) == (shape.architecture in ("qwen3moe", "kimi-linear"))
     if experts is not None:
         assert (experts.count, experts.used, experts.ffn_dim) == (shape.experts, shape.used, shape.ffn_dim) == (8, 2, 128)
     for n, t in theirs.items():
         values = dequantize(t.data, t.tensor_type)
         assert np.isfinite(values).all(), n
-        if values.ndim > 1:  # deviation 1/sqrt(columns), or activations would grow or vanish with depth
-            wanted = 0.01 if shape.experts and n.endswith(("attn_output.weight", "ffn_down_exps.weight")) else 1.0
+        if values.squeeze().ndim > 1:  # deviation 1/sqrt(columns), or activations would grow or vanish with depth
+            wanted = 0.01 if shape.experts and n.endswith(SMALL) else 1.0
             assert 0.9 * wanted < values.std() * values.shape[-1] ** 0.5 < 1.1 * wanted, n
             assert abs(values.mean()) < 0.1 * values.std(), n
 
 
-@pytest.mark.parametrize("name", ["tiny-qwen2", "tiny-qwen3moe"])
+@pytest.mark.parametrize("name", ["tiny-qwen2", "tiny-qwen3moe", "tiny-qwen35", "tiny-kimi"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_logits_of_deep_random_models_are_sane(tmp_path: Path, kind: str, name: str) -> None:
     path = tmp_path / "model.gguf"
