@@ -174,7 +174,7 @@ void bind_state(nb::module_& m) {
         .def_prop_ro("page_bytes", &PagePool::page_bytes)
         .def_prop_ro("pages_in_use", &PagePool::in_use)
         .def_prop_ro("bytes_in_use", [](const PagePool& p) { return p.in_use() * p.page_bytes(); })
-        .def("take", &PagePool::take)
+        .def("take", &PagePool::take, "zeroed"_a = true)
         .def(
             "give",
             [held](PagePool& p, int32_t page) {
@@ -198,6 +198,15 @@ void bind_state(nb::module_& m) {
                     {static_cast<size_t>(p.layers()), static_cast<size_t>(p.kv_heads()), static_cast<size_t>(p.head_elements())}, &out);
                 std::memcpy(out, p.data(page), static_cast<size_t>(p.page_bytes()));
                 return array;
+            },
+            "page"_a)
+        .def(
+            "view",
+            [held](const PagePool& p, int32_t page) {
+                held(p, page);
+                return shared_array<uint16_t>(
+                    {static_cast<size_t>(p.layers()), static_cast<size_t>(p.kv_heads()), static_cast<size_t>(p.head_elements())},
+                    p.memory(page));
             },
             "page"_a);
 }
@@ -227,6 +236,13 @@ void bind_states(nb::module_& m) {
                 auto array = new_array<float>({static_cast<size_t>(p.layers()), static_cast<size_t>(p.size())}, &out);
                 std::memcpy(out, p.data(slot), static_cast<size_t>(p.slot_bytes()));
                 return array;
+            },
+            "slot"_a)
+        .def(
+            "view",
+            [held](const StatePool& p, int32_t slot) {
+                held(p, slot);
+                return shared_array<float>({static_cast<size_t>(p.layers()), static_cast<size_t>(p.size())}, p.memory(slot));
             },
             "slot"_a);
 }

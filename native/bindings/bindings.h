@@ -25,6 +25,13 @@ template <typename T> nb::ndarray<nb::numpy, T> new_array(std::initializer_list<
     return nb::ndarray<nb::numpy, T>(*data, shape.size(), shape.begin(), owner);
 }
 
+// A NumPy array over memory that others hold too: the memory lives as long as the array.
+template <typename T> nb::ndarray<nb::numpy, T> shared_array(std::initializer_list<size_t> shape, std::shared_ptr<T> memory) {
+    auto* held = new std::shared_ptr<T>(std::move(memory));
+    nb::capsule owner(held, [](void* p) noexcept { delete static_cast<std::shared_ptr<T>*>(p); });
+    return nb::ndarray<nb::numpy, T>(held->get(), shape.size(), shape.begin(), owner);
+}
+
 void bind_machine(nb::module_& m);
 void bind_model(nb::module_& m);
 void bind_sample(nb::module_& m);

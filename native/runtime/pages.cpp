@@ -19,7 +19,7 @@ PagePool::PagePool(int64_t layers, int64_t kv_heads, int64_t dim, int64_t value_
                                     std::to_string(kMaxHeadDim) + ", a multiple of 16");
 }
 
-int32_t PagePool::take() {
+int32_t PagePool::take(bool zeroed) {
     Page page;
     if (!spare_.empty()) {
         page = std::move(spare_.back());
@@ -28,7 +28,8 @@ int32_t PagePool::take() {
         const std::shared_ptr<uint8_t> memory = slab_memory(static_cast<size_t>(page_bytes()));
         page = {memory, reinterpret_cast<uint16_t*>(memory.get())};
     }
-    std::memset(page.get(), 0, static_cast<size_t>(page_bytes()));
+    if (zeroed)
+        std::memset(page.get(), 0, static_cast<size_t>(page_bytes()));
     if (free_.empty()) {
         // Room for every page, so that give() cannot fail.
         free_.reserve(pages_.size() + 1);
@@ -44,7 +45,7 @@ int32_t PagePool::take() {
 }
 
 int32_t PagePool::copy(int32_t page) {
-    const int32_t id = take();
+    const int32_t id = take(false);
     std::memcpy(data(id), data(page), static_cast<size_t>(page_bytes()));
     return id;
 }

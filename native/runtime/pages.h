@@ -1,4 +1,5 @@
-// Memory of KV pages of one kind: [layer][kv_head][K: dim x 64 | V: 64 x value_dim] f16 (or f32, for checking), zeroed when taken.
+// Memory of KV pages of one kind: [layer][kv_head][K: dim x 64 | V: 64 x value_dim] f16 (or f32, for checking), zeroed when taken
+// unless every byte of it is about to be written.
 #pragma once
 #include "numerics.h"
 
@@ -25,11 +26,12 @@ public:
     int64_t page_bytes() const { return page_elements() * 2; }
     int64_t in_use() const { return in_use_; }
 
-    int32_t take(); // throws std::bad_alloc
+    int32_t take(bool zeroed = true); // throws std::bad_alloc
     int32_t copy(int32_t page);
     void give(int32_t page); // its memory serves the next page; the last page gives all of it back
     bool holds(int32_t page) const { return page >= 0 && page < static_cast<int32_t>(pages_.size()) && pages_[page]; }
     uint16_t* data(int32_t page) const { return pages_[page].get(); }
+    std::shared_ptr<uint16_t> memory(int32_t page) const { return pages_[page]; }
 
 private:
     using Page = std::shared_ptr<uint16_t>;

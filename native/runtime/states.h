@@ -22,6 +22,7 @@ public:
     void give(int32_t slot); // its memory serves the next slot; the last slot gives all of it back
     bool holds(int32_t slot) const { return slot >= 0 && slot < static_cast<int32_t>(slots_.size()) && slots_[static_cast<size_t>(slot)]; }
     float* data(int32_t slot) const { return slots_[static_cast<size_t>(slot)].get(); }
+    std::shared_ptr<float> memory(int32_t slot) const { return slots_[static_cast<size_t>(slot)]; }
 
 private:
     using Slot = std::shared_ptr<float>;

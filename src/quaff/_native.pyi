@@ -83,10 +83,11 @@ class PagePool:
     def pages_in_use(self) -> int: ...
     @property
     def bytes_in_use(self) -> int: ...
-    def take(self) -> int: ...  # MemoryError when the system refuses
+    def take(self, zeroed: bool = True) -> int: ...  # MemoryError when the system refuses; not zeroed, it holds what an earlier page did
     def give(self, page: int) -> None: ...
     def copy(self, page: int) -> int: ...  # a new page with the same bytes
     def array(self, page: int) -> U16: ...  # a copy, [layers, kv_heads, 64*(dim + value_dim)]
+    def view(self, page: int) -> U16: ...  # the page itself, to be read and written while it is held; of the same shape
 
 class StatePool:
     """Memory of recurrent state of one kind: slots of `layers` x `size` f32 values, those of an earlier use until a step fills them."""
@@ -99,6 +100,7 @@ class StatePool:
     def take(self) -> int: ...  # MemoryError when the system refuses
     def give(self, slot: int) -> None: ...
     def array(self, slot: int) -> F32: ...  # a copy, [layers, size]
+    def view(self, slot: int) -> F32: ...  # the slot itself, to be read and written while it is held
 
 class Program:
     """Ops of one stage kind, checked when built. Buffer 0 is the residual; see graph/program.py for kinds and fields."""
