@@ -22,14 +22,15 @@ from quaff.weights.budget import Accountant
 
 
 class Pool(Protocol):
-    """Memory of the pages of one kind (native PagePool). A page is zeroed when taken."""
+    """Memory of the pages of one kind (native PagePool). A page is zeroed when taken, unless all of it is about to be written."""
 
     @property
     def page_bytes(self) -> int: ...
-    def take(self) -> int: ...
+    def take(self, zeroed: bool = True) -> int: ...
     def give(self, page: int) -> None: ...
     def copy(self, page: int) -> int: ...
     def array(self, page: int) -> NDArray[np.uint16]: ...
+    def view(self, page: int) -> NDArray[np.uint16]: ...
 
 
 def split_page(words: NDArray[np.uint16], kind: KVKind) -> tuple[NDArray[Any], NDArray[Any]]:
@@ -74,6 +75,11 @@ class _Sequence:
 
 def pages_for(positions: int) -> int:
     return -(-positions // PAGE)
+
+
+def first_page(window: int, length: int) -> int:
+    """First page that a row at position `length` can see through a window (0: none), at most the number of written pages."""
+    return min(max(0, length - window + 1) // PAGE, pages_for(length)) if window else 0
 
 
 class PageCache:
@@ -129,6 +135,35 @@ class PageCache:
             self._release(twin)
             raise
         self._sequences[self._next_id] = twin
+        return self._next_id
+
+    def receive(self, length: int, base: int | None = None, shared: int = 0) -> int:
+        """A new sequence of `length` positions with the memory that a row there sees, for the caller to fill before others know of it.
+
+        Of kinds without a window, the pages of the first `shared` positions (whole pages) are those of `base`. Raises MemoryBudgetError.
+        """
+        self._next_id += 1
+        s = _Sequence(tuple(_Table() for _ in self.kinds), length)
+        pages = pages_for(length)
+        try:
+            for k, table in enumerate(s.tables):
+                first = self._first_needed_page(k, length)
+                self._claim(k, table, pages - first)
+                table.first = table.pages = first
+                table.ids = np.full(max(4, pages), FREED, dtype=np.int32)
+                if base is not None and not self.kinds[k].window:
+                    for page in self._sequences[base].tables[k].ids[: shared // PAGE].tolist():
+                        self._counts[k][page] += 1
+                        table.append(page)
+                while table.pages < pages:
+                    page = self.pools[k].take(zeroed=False)
+                    self._counts[k][page] = 1
+                    table.append(page)
+            self.states.receive(self._next_id, length)
+        except BaseException:
+            self._release(s)
+            raise
+        self._sequences[self._next_id] = s
         return self._next_id
 
     def free(self, sequence: int) -> None:
@@ -254,9 +289,7 @@ class PageCache:
             )
 
     def _first_needed_page(self, kind: int, length: int) -> int:
-        """First page that a row at position `length` can see, at most the number of written pages."""
-        window = self.kinds[kind].window
-        return min(max(0, length - window + 1) // PAGE, pages_for(length)) if window else 0
+        return first_page(self.kinds[kind].window, length)
 
     def _trim(self, s: _Sequence) -> None:
         for k, table in enumerate(s.tables):

@@ -28,6 +28,7 @@ class SlotPool(Protocol):
     def take(self) -> int: ...
     def give(self, slot: int) -> None: ...
     def array(self, slot: int) -> NDArray[np.float32]: ...
+    def view(self, slot: int) -> NDArray[np.float32]: ...
 
 
 @dataclass(slots=True)
@@ -73,6 +74,23 @@ class StateCache:
         new.snapshots = {position for position in old.snapshots if position <= length}
         self._sequences[sequence] = new
         self._trim(new)
+
+    def receive(self, sequence: int, length: int) -> None:
+        """`sequence` begins at `length` with a state that the caller fills."""
+        s = _States(length)
+        if self.kinds and length:
+            self._claim(s, 1)
+            try:
+                s.kept[length] = self._take()
+            except BaseException:
+                self.accountant.give(s.claimed * self.slot_bytes)
+                raise
+        self._sequences[sequence] = s
+
+    def end(self, sequence: int) -> Slots:
+        """Slots of the state at the end; none at position 0."""
+        s = self._sequences[sequence]
+        return s.kept.get(s.written, ())
 
     def free(self, sequence: int) -> None:
         s = self._sequences.pop(sequence)
@@ -148,8 +166,7 @@ class StateCache:
 
     def read(self, sequence: int, update: Callable[[bytes], object]) -> None:
         """Feed the state at the end: per kind and layer its values, f32."""
-        s = self._sequences[sequence]
-        for pool, slot in zip(self.pools, s.kept.get(s.written, ()), strict=False):
+        for pool, slot in zip(self.pools, self.end(sequence), strict=False):
             update(pool.array(slot).astype("<f4", copy=False).tobytes())
 
     @property

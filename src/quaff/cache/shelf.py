@@ -1,0 +1,186 @@
+"""The folder of the disk tier: files that appear whole or not at all, and go in the order in which they were used last.
+
+Any number of processes may share a folder. A file is written under a temporary name, synced, and renamed; what a killed process left under
+such a name is removed by the next one that counts. The modification time is the time of the last use.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+import re
+import secrets
+import shutil
+import stat
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+Buffer = bytes | memoryview
+_NAME = re.compile(r"([0-9a-f]{32})-[0-9a-f]{32}-(\d{1,13})\.(block|place)")
+_TEMPORARY = ".writing-"
+_RECOUNT_SHARE = 16
+"""The folder is counted again after a sixteenth of the cap was written: other processes write to it too."""
+_SPARE_BYTES = 256 << 20
+"""Room that is left on the disk for others."""
+
+
+@dataclass(frozen=True, slots=True)
+class _File:
+    mtime_ns: int
+    end: int
+    nbytes: int
+    path: str
+
+
+class Shelf:
+    """The files of one model in `folder`, which has room for `cap_bytes` of the files of all models. Not locked: one thread writes.
+
+    OSError, of a full disk or a folder that cannot be written, comes out of `write` and `make_room`; reading finds nothing instead.
+    """
+
+    def __init__(self, folder: Path, model: str, cap_bytes: int) -> None:
+        self.folder = folder
+        self.model = folder / model
+        self.cap_bytes = cap_bytes
+        self.evicted = 0
+        self._used = 0
+        self._uncounted: int | None = None
+
+    def path(self, name: str) -> Path:
+        return self.model / name[:2] / name
+
+    def has(self, name: str) -> bool:
+        return os.path.isfile(self.path(name))
+
+    def children(self, parent: str) -> list[str]:
+        """Names of the files that continue a hash chain, the last used first."""
+        found = []
+        with contextlib.suppress(OSError), os.scandir(self.model / parent[:2]) as entries:
+            for entry in entries:
+                if entry.name.startswith(parent) and _NAME.fullmatch(entry.name):
+                    with contextlib.suppress(OSError):
+                        found.append((entry.stat(follow_symlinks=False).st_mtime_ns, entry.name))
+        return [name for _, name in sorted(found, reverse=True)]
+
+    @contextlib.contextmanager
+    def open(self, name: str) -> Iterator[tuple[int, int]]:
+        """(descriptor, bytes) of a file; OSError when there is none, or something else by its name."""
+        # Not blocking: somebody may have put a pipe there.
+        fd = os.open(self.path(name), os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+        try:
+            status = os.fstat(fd)
+            if not stat.S_ISREG(status.st_mode):
+                raise OSError(f"{name} is no regular file")
+            yield fd, status.st_size
+        finally:
+            os.close(fd)
+
+    def write(self, name: str, buffers: Sequence[Buffer], used_ns: int) -> int:
+        """Write a file and return its bytes. It appears when all of it is on the disk, last used at `used_ns`."""
+        path = self.path(name)
+        temporary = path.with_name(f"{_TEMPORARY}{secrets.token_hex(8)}")
+        with contextlib.ExitStack() as stack:
+            fd = self._create(temporary)
+            stack.callback(os.close, fd)
+            try:
+                # Held while it is written: who can lock a temporary file has found one whose writer is dead.
+                fcntl.flock(fd, fcntl.LOCK_EX)
+                nbytes = sum(_write(fd, buffer) for buffer in buffers)
+                os.utime(fd, ns=(used_ns, used_ns))
+                os.fsync(fd)
+                os.rename(temporary, path)
+            except BaseException:
+                with contextlib.suppress(OSError):
+                    os.unlink(temporary)
+                raise
+        if self._uncounted is not None:
+            self._used += nbytes
+            self._uncounted += nbytes
+        return nbytes
+
+    def _create(self, path: Path) -> int:
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
+        for folder in (self.folder, self.model, path.parent):
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        return os.open(path, flags, 0o600)
+
+    def sync(self, names: Iterable[str]) -> None:
+        """Make the appearance of files last through a power cut."""
+        for folder in {self.path(name).parent for name in names}:
+            fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            try:
+                os.fsync(fd)
+            finally:
+                os.close(fd)
+
+    def touch(self, names: Iterable[str], used_ns: int) -> None:
+        for name in names:
+            with contextlib.suppress(OSError):
+                os.utime(self.path(name), ns=(used_ns, used_ns), follow_symlinks=False)
+
+    def remove(self, name: str) -> None:
+        with contextlib.suppress(OSError):
+            os.unlink(self.path(name))
+
+    def make_room(self, nbytes: int) -> None:
+        """Remove what was not used for longest until `nbytes` more fit under the cap; of one age, what comes last in its chain."""
+        if nbytes + _SPARE_BYTES > shutil.disk_usage(_existing(self.folder)).free:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        counted = self._uncounted is not None and self._uncounted * _RECOUNT_SHARE < self.cap_bytes
+        if counted and self._used + nbytes <= self.cap_bytes:
+            return
+        files = sorted(self._count(), key=lambda f: (f.mtime_ns, -f.end))
+        self._used, self._uncounted = sum(f.nbytes for f in files), 0
+        for file in files:
+            if self._used + nbytes <= self.cap_bytes:
+                return
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(file.path)
+            self._used -= file.nbytes
+            self.evicted += 1
+            with contextlib.suppress(OSError):  # where it was the last of its folder
+                os.rmdir(os.path.dirname(file.path))
+
+    def _count(self) -> Iterator[_File]:
+        """Every file of the tier, of all models; what was left behind half written is removed."""
+        for folder, _, names in os.walk(self.folder):
+            for name in names:
+                path = os.path.join(folder, name)
+                if name.startswith(_TEMPORARY):
+                    _remove_abandoned(path)
+                elif match := _NAME.fullmatch(name):
+                    with contextlib.suppress(OSError):
+                        status = os.stat(path, follow_symlinks=False)
+                        yield _File(status.st_mtime_ns, int(match[2]), status.st_size, path)
+
+
+def _existing(folder: Path) -> Path:
+    """The folder, or the nearest one above it that there is."""
+    return next(f for f in (folder, *folder.parents) if f.exists())
+
+
+def _write(fd: int, buffer: Buffer) -> int:
+    view = memoryview(buffer)
+    done = 0
+    while done < len(view):
+        done += os.write(fd, view[done:])
+    return done
+
+
+def _remove_abandoned(path: str) -> None:
+    with contextlib.suppress(OSError):
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            os.unlink(path)
+        finally:
+            os.close(fd)
+
+
+def now_ns() -> int:
+    """The time of a use."""
+    return time.time_ns()

@@ -1,0 +1,140 @@
+"""The folder of the disk tier: whole files or none, private, and the least used ones first to go."""
+
+import os
+import stat
+from pathlib import Path
+
+import pytest
+
+from quaff.cache import shelf as shelf_module
+from quaff.cache.shelf import Shelf
+
+
+def name(parent: int, own: int, end: int = 256, kind: str = "block") -> str:
+    return f"{parent:032x}-{own:032x}-{end}.{kind}"
+
+
+def files(folder: Path) -> list[str]:
+    return sorted(p.name for p in folder.rglob("*") if p.is_file())
+
+
+@pytest.fixture
+def shelf(tmp_path: Path) -> Shelf:
+    return Shelf(tmp_path / "cache" / "v1", "model", 1000)
+
+
+def test_files_and_folders_are_private(shelf: Shelf) -> None:
+    shelf.write(name(1, 2), [b"abc", memoryview(b"de")], 5)
+    shelf.sync([name(1, 2)])
+    path = shelf.path(name(1, 2))
+    assert path.read_bytes() == b"abcde"
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert path.stat().st_mtime_ns == 5
+    for folder in (path.parent, path.parent.parent, shelf.folder):
+        assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+
+
+def test_a_file_appears_whole_or_not_at_all(shelf: Shelf, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(fd: int, data: memoryview) -> int:
+        if len(data) > 100:
+            return os_write(fd, data[:100])
+        raise OSError(28, "No space left on device")
+
+    os_write = os.write
+    monkeypatch.setattr(shelf_module.os, "write", full)
+    with pytest.raises(OSError, match="No space left"):
+        shelf.write(name(1, 2), [bytes(150)], 5)
+    assert files(shelf.folder) == []
+
+
+def test_short_writes_are_continued(shelf: Shelf, monkeypatch: pytest.MonkeyPatch) -> None:
+    os_write = os.write
+    monkeypatch.setattr(shelf_module.os, "write", lambda fd, data: os_write(fd, data[:7]))
+    assert shelf.write(name(1, 2), [bytes(range(50)), bytes(3)], 5) == 53
+    assert shelf.path(name(1, 2)).read_bytes() == bytes(range(50)) + bytes(3)
+
+
+def test_children_are_those_of_one_parent_the_last_used_first(shelf: Shelf) -> None:
+    for i, (parent, own) in enumerate([(7, 1), (7, 2), (8, 3), (7, 4)]):
+        shelf.write(name(parent, own), [b"x"], 100 - i)
+    (shelf.path(name(7, 1)).parent / f"{7:032x}-notes.txt").write_text("not ours")
+    shelf.touch([name(7, 2), name(9, 9)], 1000)
+    assert shelf.children(f"{7:032x}") == [name(7, 2), name(7, 1), name(7, 4)]
+    assert shelf.children(f"{9:032x}") == []
+
+
+def test_the_least_used_files_go_first_and_of_one_age_the_deepest(shelf: Shelf) -> None:
+    shelf.write(name(1, 1, 256), [bytes(300)], 50)
+    shelf.write(name(1, 2, 512), [bytes(300)], 50)
+    shelf.write(name(1, 3, 300, "place"), [bytes(300)], 20)
+    shelf.make_room(100)
+    assert shelf.evicted == 0
+    shelf.make_room(101)
+    assert (files(shelf.folder), shelf.evicted) == ([name(1, 1, 256), name(1, 2, 512)], 1)
+    shelf.make_room(500)
+    assert files(shelf.folder) == [name(1, 1, 256)]
+
+
+def test_room_is_made_among_the_files_of_all_models_and_of_nobody_else(tmp_path: Path) -> None:
+    one, two = Shelf(tmp_path, "one", 1000), Shelf(tmp_path, "two", 1000)
+    one.write(name(1, 1), [bytes(600)], 10)
+    (tmp_path / "one" / "README").write_bytes(bytes(5000))
+    two.make_room(600)
+    two.write(name(1, 1), [bytes(600)], 20)
+    assert not one.has(name(1, 1))
+    assert two.has(name(1, 1))
+    assert (tmp_path / "one" / "README").exists()
+
+
+def test_what_other_processes_write_is_noticed_after_a_sixteenth_of_the_cap(tmp_path: Path) -> None:
+    mine, other = Shelf(tmp_path, "m", 16000), Shelf(tmp_path, "m", 16000)
+    mine.make_room(1)
+    for i in range(15):
+        other.make_room(1000)
+        other.write(name(1, i), [bytes(1000)], i)
+    for i in range(3):
+        mine.make_room(1000)
+        mine.write(name(2, i), [bytes(1000)], 100 + i)
+    total = sum(p.stat().st_size for p in tmp_path.rglob("*") if p.is_file())
+    assert total <= 17000
+    assert mine.evicted
+
+
+def test_abandoned_files_are_removed_and_those_being_written_are_not(shelf: Shelf, monkeypatch: pytest.MonkeyPatch) -> None:
+    shelf.write(name(1, 1), [b"x"], 1)
+    abandoned = shelf.path(name(1, 1)).parent / ".writing-0123"
+    abandoned.write_bytes(bytes(10))
+    seen = []
+
+    def during(fd: int) -> None:
+        Shelf(shelf.folder, "model", 1000).make_room(1)
+        seen.extend(files(shelf.folder))
+
+    monkeypatch.setattr(shelf_module.os, "fsync", during)
+    shelf.write(name(1, 2), [b"y"], 2)
+    assert not abandoned.exists()
+    assert sum(n.startswith(".writing-") for n in seen) == 1
+    assert files(shelf.folder) == [name(1, 1), name(1, 2)]
+
+
+def test_a_disk_that_is_nearly_full_is_left_alone(shelf: Shelf, monkeypatch: pytest.MonkeyPatch) -> None:
+    usage = shelf_module.shutil.disk_usage("/")
+    monkeypatch.setattr(shelf_module.shutil, "disk_usage", lambda path: usage._replace(free=(256 << 20) + 99))
+    shelf.make_room(99)
+    with pytest.raises(OSError, match="No space left"):
+        shelf.make_room(100)
+
+
+@pytest.mark.parametrize("what", ["pipe", "link", "folder"])
+def test_what_is_no_file_is_not_opened(shelf: Shelf, what: str, tmp_path: Path) -> None:
+    path = shelf.path(name(1, 1))
+    path.parent.mkdir(parents=True)
+    if what == "pipe":
+        os.mkfifo(path)
+    elif what == "link":
+        (tmp_path / "elsewhere").write_bytes(b"secret")
+        path.symlink_to(tmp_path / "elsewhere")
+    else:
+        path.mkdir()
+    with pytest.raises(OSError), shelf.open(name(1, 1)):
+        pass
