@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quaff import SamplingParams
-from quaff.engine.sampler import StopMatcher, sample
+from quaff.engine.sampler import StopMatcher, TokenLogprobs, describe, sample
 from quaff.errors import ConfigError, NonFiniteError
 
 
@@ -32,6 +32,19 @@ from quaff.errors import ConfigError, NonFiniteError
         {"stop": 5},
         {"stop": b"ab"},
         {"ignore_eos": 1},
+        {"presence_penalty": "much"},
+        {"frequency_penalty": float("inf")},
+        {"logit_bias": 3},
+        {"logit_bias": {"3": 1.0}},
+        {"logit_bias": {-1: 1.0}},
+        {"logit_bias": {True: 1.0}},
+        {"logit_bias": {3: float("nan")}},
+        {"logit_bias": {3: 1000}},
+        {"logit_bias": ((3, 1.0, 2.0),)},
+        {"logit_bias": dict.fromkeys(range(2000), 1.0)},
+        {"logprobs": -1},
+        {"logprobs": True},
+        {"prompt_logprobs": 1 << 20},
     ],
 )
 def test_values_out_of_range_are_named(bad: dict[str, object]) -> None:
@@ -80,6 +93,77 @@ def test_repetition_penalty_covers_the_known_tokens() -> None:
     logits[3], logits[4] = 2.0, 1.5
     assert sample(SamplingParams(repetition_penalty=2.0), logits, [7]) == 3
     assert sample(SamplingParams(repetition_penalty=2.0), logits, [3]) == 4
+
+
+def test_biases_are_added_and_kept_as_pairs() -> None:
+    params = SamplingParams(logit_bias={9: -100, 4: 3.0})
+    assert params.biases == ((4, 3.0), (9, -100.0))
+    assert SamplingParams(logit_bias=params.biases) == params and hash(params)
+    logits = np.zeros(10, np.float32)
+    logits[9], logits[2] = 5.0, 2.5
+    before = logits.tobytes()
+    assert sample(params, logits, [1]) == 4
+    assert logits.tobytes() == before
+    with pytest.raises(ConfigError, match="token 9, which is outside the vocabulary of 9"):
+        params.check_vocab(9)
+    params.check_vocab(10)
+
+
+def test_presence_and_frequency_count_generated_tokens_only() -> None:
+    logits = np.zeros(10, np.float32)
+    logits[3], logits[4] = 2.0, 1.5
+    presence, frequency = SamplingParams(presence_penalty=1.0), SamplingParams(frequency_penalty=0.25)
+    assert sample(presence, logits, [3, 3, 3], prompt_tokens=3) == 3
+    assert sample(presence, logits, [1, 3], prompt_tokens=1) == 4
+    assert sample(presence, logits, [1, 3, 3, 4], prompt_tokens=1) == 3  # once each, however often
+    assert sample(frequency, logits, [1, 3], prompt_tokens=1) == 3
+    assert sample(frequency, logits, [1, 3, 3, 3], prompt_tokens=1) == 4
+    assert sample(frequency, logits, [1, 3, 3, 3, 4, 4], prompt_tokens=1) == 3
+    encouraged = SamplingParams(presence_penalty=-2.0)
+    assert sample(encouraged, logits, [1, 7], prompt_tokens=1) == 3
+    assert sample(encouraged, logits, [1, 4], prompt_tokens=1) == 4
+
+
+def test_only_allowed_tokens_are_drawn() -> None:
+    allowed = np.zeros(500, bool)
+    allowed[[17, 40, 300]] = True
+    draws = {sample(SamplingParams(temperature=5.0, seed=s), LOGITS, [1], allowed=allowed) for s in range(60)}
+    assert draws == {17, 40, 300}
+    best = max((17, 40, 300), key=lambda i: LOGITS[i])
+    assert sample(SamplingParams(), LOGITS, [1], allowed=allowed) == best
+    with pytest.raises(ConfigError, match="no token"):
+        sample(SamplingParams(), LOGITS, [1], allowed=np.zeros(500, bool))
+    poisoned = LOGITS.copy()
+    poisoned[0] = np.nan  # wrong where it is forbidden is wrong all the same
+    with pytest.raises(NonFiniteError):
+        sample(SamplingParams(), poisoned, [1], allowed=allowed)
+
+
+def test_all_tokens_allowed_changes_no_draw() -> None:
+    everything = np.ones(500, bool)
+    for s in range(20):
+        params = SamplingParams(temperature=1.3, top_p=0.9, seed=s)
+        assert sample(params, LOGITS, [1]) == sample(params, LOGITS, [1], allowed=everything)
+
+
+def test_log_probabilities_name_the_likeliest_in_order() -> None:
+    logits = LOGITS.copy()
+    logits[[100, 50, 200]] = 9.0
+    logits[7] = -0.0
+    logits[8] = 0.0
+    told = describe(logits, 5, 4, 0)
+    assert [i for i, _ in told.top][:3] == [50, 100, 200]
+    assert told.top[0][1] == told.top[2][1] > told.top[3][1] >= told.logprob
+    wide = logits.astype(np.float64)
+    exact = wide - wide.max() - np.log(np.exp(wide - wide.max()).sum())
+    assert told.logprob == pytest.approx(exact[5], abs=1e-6)
+    assert dict(told.top) == pytest.approx({i: exact[i] for i, _ in told.top}, abs=1e-6)
+    every = [i for i, _ in describe(logits, 5, 1000, 0).top]
+    assert every == sorted(range(500), key=lambda i: (-logits[i], i))
+    assert describe(logits, 5, 0, 0) == TokenLogprobs(5, told.logprob, ())
+    logits[3] = np.nan
+    with pytest.raises(NonFiniteError, match="position 11"):
+        describe(logits, 5, 3, 11)
 
 
 @settings(deadline=None)
