@@ -69,7 +69,8 @@ class Counters:
     prompt alone. The embedding is apart too.
 
     Mixtures, all layers: `expert_rows` counts (row, chosen expert) pairs, `experts_touched` the distinct experts of every cell, and
-    `expert_bytes_touched` their bytes. The last two follow the routing: a prediction of them is an expectation, `fixed` leaves them out.
+    `expert_bytes_touched` their bytes. The last two follow the routing: a prediction of them is an expectation, `fixed` leaves them out,
+    and `weight_bytes_loaded` too.
     """
 
     weight_bytes_touched: int = 0
@@ -95,8 +96,8 @@ class Counters:
 
     @property
     def fixed(self) -> Counters:
-        """What is known to the unit before a run: without the two counters that the routing decides."""
-        return replace(self, experts_touched=0, expert_bytes_touched=0)
+        """What is known to the unit before a run: without what the routing decides, and what memory held already."""
+        return replace(self, weight_bytes_loaded=0, experts_touched=0, expert_bytes_touched=0)
 
     @property
     def weight_bytes_read(self) -> int:

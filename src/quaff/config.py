@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+import re
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
-from quaff.errors import ConfigError
+from quaff.errors import ConfigError, quote
 
 LayerKind = Literal["full", "sliding", "conv", "delta"]
 Schedule = Literal["token", "chunk", "layer"]
@@ -15,6 +17,9 @@ KVDtype = Literal["float16", "float32"]
 Quantize = Literal["q8_0", "q4_0", "q4_1", "none"]
 QUANTIZE: tuple[Quantize, ...] = get_args(Quantize)
 Scoring = Literal["softmax", "sigmoid", "softmax_of_chosen"]
+
+Memory = int | Literal["auto"]
+"""Bytes of resident memory that a process may have; auto: what the system can give."""
 
 MAX_HEAD_DIM = 1024
 MAX_LAYERS = 1024
@@ -279,7 +284,8 @@ class EngineConfig:
     """How to run a model. None leaves the choice to the engine. Nothing here but `activations` and `kv_dtype` may change a bit, and
     `context` where a model has other rotary factors for long contexts than for short ones.
 
-    `chunk` in rows, `context` in tokens (None: the model's), `memory_limit_bytes` bounds weights, KV pages and scratch.
+    `chunk` in rows, `context` in tokens (None: the model's), `memory_limit_bytes` bounds weights, KV pages and scratch. `memory` bounds all
+    of the process instead: what does not fit is streamed from the file.
     `activations="float32"` does not quantise activations, `kv_dtype="float32"` does not round keys and values: slower, both for checking
     against other implementations.
     """
@@ -292,6 +298,7 @@ class EngineConfig:
     memory_limit_bytes: int | None = None
     fuse: bool = True
     kv_dtype: KVDtype = "float16"
+    memory: Memory | None = None
 
     def __post_init__(self) -> None:
         for name, value, most in (
@@ -303,5 +310,40 @@ class EngineConfig:
             if value is not None:
                 _size(name, value, most)
         _check(self.schedule in ("token", "chunk", "layer"), f"schedule is {self.schedule!r}; expected token, chunk or layer")
+        if self.memory is not None and self.memory != "auto":
+            _size("memory", self.memory, 1 << 50)
+        _check(
+            self.memory is None or self.memory_limit_bytes is None,
+            "memory and memory_limit_bytes are both given; the first bounds the process, the second the engine alone",
+        )
         _check(self.activations in ("int8", "float32"), f"activations is {self.activations!r}; expected int8 or float32")
         _check(self.kv_dtype in ("float16", "float32"), f"kv_dtype is {self.kv_dtype!r}; expected float16 or float32")
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """What a model inside a memory budget is planned for; more than that is taken while there is room.
+
+    `positions` of each of `sequences`, or a function of the tokenizer that counts them (None: the context, at most 4,096), and
+    `logits_rows` rows of logits in a step (None: 16 MiB of them). `spare_bytes` are left for what the caller does beside.
+    """
+
+    positions: int | Callable[[Any], int] | None = None
+    sequences: int = 1
+    logits_rows: int | None = None
+    spare_bytes: int = 0
+
+
+_UNITS = {"": 0, "k": 10, "m": 20, "g": 30, "t": 40}
+
+
+def parse_memory(text: str) -> Memory:
+    """Bytes of "2GiB", "2G" (the same), "2GB" (2e9), "1.5 GiB", "750000000"; or "auto". ConfigError for anything else."""
+    text = text.strip().lower()
+    if text == "auto":
+        return "auto"
+    match = re.fullmatch(r"([0-9]{1,18}(?:\.[0-9]{1,9})?)\s*([kmgt]?)(i?b?)", text)
+    if match is None or match[3] == "i" or (match[3] == "ib" and not match[2]):
+        raise ConfigError(f"memory is {quote(text)}; expected a size such as 2GiB or 1500MB, or auto")
+    unit = 10 ** (_UNITS[match[2]] * 3 // 10) if match[3] == "b" else 1 << _UNITS[match[2]]
+    return int(float(match[1]) * unit)

@@ -100,22 +100,29 @@ def token_major(grid: Grid) -> Iterator[Cell]:
     return chunk_major(grid, 1)
 
 
-def layer_major(grid: Grid, chunk: int) -> Iterator[Cell]:
-    """One stage at a time: mixers in cells of `chunk` rows (attention scratch stays small), other stages over all their rows at once."""
+def layer_major(grid: Grid, chunk: int, cut: bool = False) -> Iterator[Cell]:
+    """One stage at a time: mixers in cells of `chunk` rows (attention scratch stays small), other stages over all their rows at once, or
+    with `cut` in such cells too."""
     for stage, rows in enumerate(grid.needed()):
-        if grid.stages[stage] == "mixer":
+        if cut or grid.stages[stage] == "mixer":
             for begin in range(0, grid.rows, chunk):
-                yield Cell(stage, ((begin, min(begin + chunk, grid.rows)),))
+                if part := _within(rows, begin, min(begin + chunk, grid.rows)):
+                    yield Cell(stage, part)
         elif rows:
             yield Cell(stage, rows)
 
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """A named order of cells with its chunk in rows (token-major has none)."""
+    """A named order of cells with its chunk in rows (token-major has none).
+
+    `cut`, of layer-major: all stages in cells of `chunk` rows. Scratch is that of one chunk, and weights that are streamed stay where they
+    are from cell to cell; a mixture would read an expert once for every cell that chose it.
+    """
 
     name: Schedule
     chunk: int = 1
+    cut: bool = False
 
     def __post_init__(self) -> None:
         if self.name not in ("token", "chunk", "layer"):
@@ -126,14 +133,18 @@ class Order:
     def cells(self, grid: Grid) -> Iterator[Cell]:
         if self.name == "token":
             return token_major(grid)
-        return chunk_major(grid, self.chunk) if self.name == "chunk" else layer_major(grid, self.chunk)
+        return chunk_major(grid, self.chunk) if self.name == "chunk" else layer_major(grid, self.chunk, self.cut)
+
+    def cell_rows(self, rows: int) -> int:
+        """Rows of the largest cell of a step of `rows` rows."""
+        return rows if self.name == "layer" and not self.cut else min(rows, self.chunk)
 
 
-def choose_order(schedule: Schedule, chunk: int) -> Order:
+def choose_order(schedule: Schedule, chunk: int, cut: bool = False) -> Order:
     """The order asked for, or token-major when the environment says QUAFF_BATCHED_PREFILL=0."""
     if os.environ.get("QUAFF_BATCHED_PREFILL", "1") == "0":
         return Order("token")
-    return Order("token") if schedule == "token" else Order(schedule, chunk)
+    return Order("token") if schedule == "token" else Order(schedule, chunk, cut and schedule == "layer")
 
 
 def check_schedule(grid: Grid, cells: Iterable[Cell]) -> None:

@@ -30,6 +30,7 @@ from quaff.engine.speculate import Lookup
 from quaff.errors import MemoryBudgetError, NonFiniteError
 from quaff.graph.program import Graph, OpKind
 from quaff.schedule import Order
+from quaff.weights.plan import Plan, StreamCounters
 
 FinishReason = Literal["stop", "length", "cancelled", "error", "prefilled"]
 
@@ -120,10 +121,15 @@ def row_work(graph: Graph) -> Callable[[int], int]:
     return lambda position: fixed + sum(macs * min(position + 1, window) for macs, window in each)
 
 
-def make_scheduler(order: Order, graph: Graph, policy: Policy | None = None) -> Scheduler:
-    """An empty scheduler with the step sizes of an order."""
+def make_scheduler(order: Order, graph: Graph, policy: Policy | None = None, plan: Plan | None = None) -> Scheduler:
+    """An empty scheduler with the step sizes of an order, and of a plan. Where weights are streamed a step is a pass, and all share it."""
     rows = BLOCK_ROWS[order.name]
-    if order.name == "layer":
+    logits_rows = max(1, LOGITS_BYTES // (4 * graph.config.vocab))
+    if plan is not None:
+        rows, logits_rows = min(rows, plan.pass_rows), plan.logits_rows
+        if not plan.resident and order.name == "layer":
+            return Scheduler(plan.pass_rows, plan.pass_rows, logits_rows, row_work(graph))
+    elif order.name == "layer":
         rows = min(rows, LAYER_SCRATCH_BYTES // max(1, graph.scratch_bytes_per_row))
     # Whole chunks, so that cutting a prompt into blocks adds no cell.
     block_rows = max(1, rows // order.chunk) * order.chunk
@@ -131,20 +137,28 @@ def make_scheduler(order: Order, graph: Graph, policy: Policy | None = None) -> 
     if policy is not None and policy.max_stall_ms is not None and order.name != "layer":
         # What others may have to wait for, and what a cancelled step of a recurrent model may lose.
         block_rows = mixed_rows
-    return Scheduler(block_rows, mixed_rows, max(1, LOGITS_BYTES // (4 * graph.config.vocab)), row_work(graph))
+    return Scheduler(block_rows, mixed_rows, logits_rows, row_work(graph))
 
 
 class Engine:
-    """Continuous batching over one model. `end_ids` end a completion, `context` bounds the positions of a sequence."""
+    """Continuous batching over one model. `end_ids` end a completion, `context` bounds the positions of a sequence, `plan` the steps.
 
-    def __init__(self, runner: Runner, cache: PageCache, order: Order, context: int, end_ids: frozenset[int]) -> None:
+    What streamed weights cost counts as `prefill_stream` in steps that read a prompt, as `decode_stream` in all others.
+    """
+
+    def __init__(
+        self, runner: Runner, cache: PageCache, order: Order, context: int, end_ids: frozenset[int], plan: Plan | None = None
+    ) -> None:
         self.runner = runner
         self.cache = cache
         self.context = context
         self.end_ids = end_ids
+        self.plan = plan
         self.policy = Policy()
         self.counters = Counters(weight_bytes_loaded=runner.loaded_bytes)
         self.steps = 0
+        self.prefill_stream = StreamCounters()
+        self.decode_stream = StreamCounters()
         self.drafted_tokens = 0
         self.accepted_tokens = 0
         self.lock = threading.RLock()
@@ -170,7 +184,7 @@ class Engine:
             self._set(self.order, policy)
 
     def _set(self, order: Order, policy: Policy) -> None:
-        scheduler = make_scheduler(order, self.runner.graph, policy)
+        scheduler = make_scheduler(order, self.runner.graph, policy, self.plan)
         graph = self.runner.graph
         # Recurrent layers are known at the end of a step only, and f32 keys of a guess that overflows would not stay hidden.
         drafts = 0 if graph.state_kinds or graph.kv_value_bytes != 2 else policy.draft_tokens
@@ -374,9 +388,11 @@ class Engine:
         self._stop_unwanted()
         began = time.perf_counter()
         try:
+            streamed = self.runner.stream_counters()
             logits = self.runner.run(batch, self.order, guarded if on_work is not None else None)
             self._running = ()
             self.steps += 1
+            self._count_stream(work, streamed)
             self.counters += logits.counters
             self._commit(work, batch, logits)
             if pace is not None and not self.runner.control.cancelled:
@@ -405,6 +421,15 @@ class Engine:
             limit = min(most, request.params.max_tokens - request.generated - 1, request.limit - len(request.tokens))
             request.draft = request.lookup.draft(request.tokens, limit) if limit > 0 else []
             self._scheduler.draft(request.id, len(request.draft))
+
+    def _count_stream(self, work: Sequence[Work], before: StreamCounters | None) -> None:
+        after = self.runner.stream_counters()
+        if before is None or after is None:
+            return
+        if any(w.start < self._requests[w.request].prompt_tokens for w in work):
+            self.prefill_stream += after - before
+        else:
+            self.decode_stream += after - before
 
     def sweep(self, blocking: bool = True) -> None:
         """Finish cancelled requests and free released sequences.

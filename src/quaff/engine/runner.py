@@ -14,6 +14,7 @@ from quaff.errors import ConfigError, MemoryBudgetError
 from quaff.graph.program import Graph, Op, StageSpec
 from quaff.schedule import Cell, CompiledSchedule, Grid, Order, StageCost, compile_cells, compile_order, predict, stage_costs
 from quaff.weights.budget import Accountant
+from quaff.weights.plan import StreamCounters
 from quaff.weights.resident import ResidentWeights
 
 # About 50 ms of one core: longer steps run beside a thread that reports progress and answers Ctrl-C, shorter ones need neither.
@@ -57,6 +58,7 @@ class Runner:
         self.costs: tuple[StageCost, ...] = stage_costs(graph, self.weight_bytes, graph.config.vocab)
         self.loaded_bytes = weights.loaded_bytes
         self._accountant = accountant
+        self._weights = weights
         self._model = bind_model(graph, weights)
         self._kinds = tuple(stage.kind for stage in graph.stages)
         self._macs_per_row = sum(stage.macs_per_row for stage in graph.stages)
@@ -71,6 +73,10 @@ class Runner:
         except RuntimeError as error:
             raise ConfigError(str(error)) from None
         self.threads = threads
+
+    def stream_counters(self) -> StreamCounters | None:
+        """What streaming cost since the model was loaded, also while a step runs; None where all weights are in memory."""
+        return self._weights.stream_counters()
 
     @property
     def scratch_bytes(self) -> int:
@@ -132,8 +138,7 @@ class Runner:
         if more > 0:
             self._accountant.take(more, f"logits of {logits_rows} rows")
         try:
-            cell_rows = {"token": min(1, rows), "chunk": min(order.chunk, rows), "layer": rows}[order.name]
-            self._take_scratch(rows, cell_rows)
+            self._take_scratch(rows, order.cell_rows(rows))
         except MemoryBudgetError:
             if more > 0:
                 self._accountant.give(more)

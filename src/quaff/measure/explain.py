@@ -17,12 +17,13 @@ from quaff.graph.program import Graph
 from quaff.measure import counted
 from quaff.measure.bench import Plan, Progress, Result, Stand
 from quaff.measure.forecast import Trial, forecast, total
-from quaff.measure.memory import bytes_per_weight, packed_sizes
+from quaff.measure.memory import bytes_per_weight
 from quaff.measure.roofline import EFFICIENCY, Bound, Ceilings, bound
 from quaff.measure.table import Column, markdown
 from quaff.models import read_model
 from quaff.schedule import Order, choose_order, default_chunk, expected_experts, stage_costs
 from quaff.weights.budget import Accountant, human_bytes
+from quaff.weights.sizes import packed_sizes
 
 if TYPE_CHECKING:
     from quaff.llm import LLM

@@ -6,23 +6,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
 
-from quaff import _native
 from quaff.engine.engine import make_scheduler
 from quaff.graph.program import Graph
 from quaff.models.family import Tensors
 from quaff.schedule import Order
-
-
-def packed_bytes(shape: tuple[int, ...], ggml_type: int) -> int:
-    """Bytes of a weight as it will lie in memory: a vector is f32, experts are packed one by one. ValueError for an unknown type."""
-    if len(shape) == 1:
-        return 4 * shape[0]
-    return prod(shape[:-2]) * _native.packed_bytes(ggml_type, shape[-2], shape[-1])
-
-
-def packed_sizes(tensors: Tensors) -> dict[str, int]:
-    """`packed_bytes` by name; a bias is a vector whatever its shape."""
-    return {name: 4 * prod(shape) if name.endswith(".bias") else packed_bytes(shape, kind) for name, (shape, kind) in tensors.items()}
+from quaff.weights.sizes import packed_bytes, packed_sizes
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,6 +11,7 @@ from quaff import _native
 from quaff.checkpoint import ModelFile, TensorView
 from quaff.errors import CheckpointError, MemoryBudgetError, quote
 from quaff.weights.budget import Accountant
+from quaff.weights.plan import StreamCounters
 
 
 class ResidentWeights:
@@ -88,6 +89,10 @@ class ResidentWeights:
     def nbytes(self) -> Mapping[str, int]:
         """Packed bytes by tensor name."""
         return {name: weight.nbytes for name, weight in self._weights.items()}
+
+    def stream_counters(self) -> StreamCounters | None:
+        """None: nothing is streamed."""
+        return None
 
     @property
     def bytes_per_weight(self) -> float:

@@ -8,7 +8,8 @@ from tests.tiny import CASES
 
 from quaff import _native, load
 from quaff.checkpoint import GGML_TYPES, open_checkpoint
-from quaff.measure.memory import memory_need, packed_bytes, packed_sizes
+from quaff.measure.memory import memory_need
+from quaff.weights.sizes import packed_bytes, packed_sizes
 
 
 @pytest.mark.parametrize("kind", GGML_TYPES.values(), ids=lambda kind: kind.name)

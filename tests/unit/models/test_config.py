@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from quaff.config import AttentionConfig, EngineConfig, LayerConfig, ModelConfig, RopeConfig
+from quaff.config import AttentionConfig, EngineConfig, LayerConfig, ModelConfig, RopeConfig, parse_memory
 from quaff.errors import ConfigError
 
 ROPE = RopeConfig(10000.0, 16, True)
@@ -27,6 +27,10 @@ MODEL = ModelConfig("llama", "tiny", 64, 96, 300, 4096, 1e-5, (FULL, SLIDING))
         ({"memory_limit_bytes": 0}, "memory_limit_bytes is 0"),
         ({"schedule": "diagonal"}, "schedule is 'diagonal'; expected token, chunk or layer"),
         ({"activations": "int4"}, "activations is 'int4'; expected int8 or float32"),
+        ({"memory": 0}, "memory is 0"),
+        ({"memory": True}, "memory is True"),
+        ({"memory": "2GiB"}, "memory is '2GiB'"),
+        ({"memory": 1 << 30, "memory_limit_bytes": 1 << 30}, "memory and memory_limit_bytes"),
         ({"kv_dtype": "float64"}, "kv_dtype is 'float64'; expected float16 or float32"),
     ],
 )
@@ -35,9 +39,35 @@ def test_engine_options(change: dict[str, Any], match: str) -> None:
         EngineConfig(**change)
 
 
+@pytest.mark.parametrize(
+    ("text", "nbytes"),
+    [
+        ("2GiB", 2 << 30),
+        ("2g", 2 << 30),
+        ("2 GB", 2_000_000_000),
+        ("1.5GiB", 3 << 29),
+        (" 640MiB ", 640 << 20),
+        ("512k", 512 << 10),
+        ("750000000", 750_000_000),
+        ("12B", 12),
+        ("auto", "auto"),
+        ("AUTO", "auto"),
+    ],
+)
+def test_memory_is_a_size_with_a_unit(text: str, nbytes: int | str) -> None:
+    assert parse_memory(text) == nbytes
+
+
+@pytest.mark.parametrize("text", ["", "GiB", "-1G", "1e9", "2GiBs", "2 i", "2ib", "nan", "1..5G", "0x10", "9" * 19, "2XiB", "٣G"])
+def test_other_memory_is_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match="memory is "):
+        parse_memory(text)
+
+
 def test_engine_defaults_leave_choices_open() -> None:
     c = EngineConfig()
     assert (c.threads, c.chunk, c.context, c.memory_limit_bytes) == (None, None, None, None)
+    assert c.memory is None
     assert (c.schedule, c.activations, c.fuse) == ("chunk", "int8", True)
 
 

@@ -45,6 +45,7 @@ ORDERS = st.one_of(
     st.just(Order("token")),
     st.integers(1, 20).map(lambda c: Order("chunk", c)),
     st.integers(1, 20).map(lambda c: Order("layer", c)),
+    st.integers(1, 20).map(lambda c: Order("layer", c, cut=True)),
 )
 
 
@@ -65,6 +66,22 @@ def test_every_order_is_legal_and_does_exactly_the_needed_work(grid: Grid, order
         past_last_mixer = stage > grid.last_mixer
         expected = list(grid.logits_rows) if past_last_mixer else list(range(grid.rows))
         assert sorted(done.get(stage, [])) == expected, (stage, kind)
+
+
+@settings(deadline=None)
+@given(grids(), ORDERS)
+def test_no_cell_has_more_rows_than_the_order_says(grid: Grid, order: Order) -> None:
+    most = max(sum(e - b for b, e in cell.ranges) for cell in order.cells(grid))
+    assert most == order.cell_rows(grid.rows)
+
+
+@settings(deadline=None)
+@given(grids(), st.integers(1, 20))
+def test_layer_major_cells_of_a_stage_follow_each_other(grid: Grid, chunk: int) -> None:
+    """One walk over the stages, cut or not: what a stage needs is loaded once."""
+    for cut in (False, True):
+        stages = [cell.stage for cell in Order("layer", chunk, cut).cells(grid)]
+        assert stages == sorted(stages)
 
 
 @settings(deadline=None)
