@@ -135,6 +135,7 @@ $(VENV)/.%: $(READY)
 	@touch $@
 
 $(VENV)/.dev: $(VENV)/.test
+$(VENV)/.test: $(VENV)/.serve
 
 # The peers live apart from us, llama.cpp compiled for this machine. One that cannot be installed is left out.
 $(PEERS)/.ready: pyproject.toml | $(READY)

@@ -20,6 +20,7 @@ from quaff.cli.pack import pack
 from quaff.cli.pull import pull
 from quaff.cli.run import run
 from quaff.cli.score import score
+from quaff.cli.serve import serve
 from quaff.cli.verify import verify
 from quaff.errors import QuaffError
 
@@ -54,6 +55,7 @@ def options(
 
 for verb in (pull, run, chat, bench, explain, verify, inspect, score, convert, pack, models):
     app.command()(verb)
+app.command(context_settings={"auto_envvar_prefix": "QUAFF"})(serve)
 
 
 def execute(arguments: Sequence[str] | None = None) -> NoReturn:

@@ -1,0 +1,98 @@
+"""`quaff serve`: a model over HTTP."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from quaff.cli.console import Bar, note
+from quaff.cli.options import MOST_COUNTED, Chunk, Model, Quantize, Schedule, Temperature, Threads
+from quaff.errors import QuaffError
+
+if TYPE_CHECKING:
+    from quaff.llm import LLM, LoadProgress
+    from quaff.serve.settings import Settings
+
+
+def serve(
+    model: Model,
+    host: Annotated[str, typer.Option("--host", help="Address to listen on; 0.0.0.0 lets other machines in.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option("--port", min=0, max=65535, help="Port to listen on; 0 takes a free one.")] = 8080,
+    api_key: Annotated[str | None, typer.Option("--api-key", help="What clients must send as bearer token or x-api-key.")] = None,
+    name: Annotated[str | None, typer.Option("--name", help="Name of the model in replies; without it, that of the file.")] = None,
+    context: Annotated[
+        int | None, typer.Option("--context", min=1, max=1 << 30, help="Most tokens of prompt and reply; without it, the model's.")
+    ] = None,
+    threads: Threads = None,
+    chunk: Chunk = None,
+    schedule: Schedule = "chunk",
+    quantize: Quantize = None,
+    max_stall_ms: Annotated[
+        int, typer.Option("--max-stall-ms", min=1, max=MOST_COUNTED, help="How long someone's prompt may hold up the next token of others.")
+    ] = 200,
+    draft: Annotated[
+        int, typer.Option("--draft", min=0, max=64, help="Tokens guessed from the text before, checked together; 0: none.")
+    ] = 8,
+    queue: Annotated[int, typer.Option("--queue", min=1, max=MOST_COUNTED, help="Requests that may wait; more are sent away (429).")] = 64,
+    max_tokens: Annotated[
+        int, typer.Option("--max-tokens", min=1, max=1 << 30, help="Most tokens of a reply whose request names no bound.")
+    ] = 4096,
+    temperature: Temperature = 1.0,
+) -> None:
+    """Serve a model over HTTP, with the APIs of OpenAI. Every option has a variable: --max-stall-ms is QUAFF_MAX_STALL_MS."""
+    try:
+        from quaff.serve.server import Server, listen
+        from quaff.serve.service import Service
+        from quaff.serve.settings import Settings
+    except ModuleNotFoundError as error:
+        raise QuaffError(f"quaff serve needs the package {error.name}: pip install 'quaff[serve]'") from None
+    from quaff.engine.pace import Policy
+    from quaff.llm import load
+
+    _log_to_stderr()
+    settings = Settings(name or Path(model).stem, host, port, api_key, queue, max_tokens, temperature)
+    with Bar() as bar, listen(host, port) as sock:
+
+        def open_model(progress: LoadProgress) -> LLM:
+            def report(what: str, done: int, total: int) -> None:
+                progress(what, done, total)
+                bar.step(what, done, total)
+
+            llm = load(model, quantize=quantize, threads=threads, chunk=chunk, schedule=schedule, context=context, progress=report)
+            llm.engine.set_policy(Policy(max_stall_ms=max_stall_ms, draft_tokens=draft))
+            return llm
+
+        def ready(llm: LLM) -> None:
+            bar.close()
+            url = f"http://{f'[{host}]' if ':' in host else host}:{sock.getsockname()[1]}"
+            note("\n".join(plan(llm, settings, max_stall_ms, url)))
+
+        Server(Service(settings), open_model, ready).run(sock)
+
+
+def plan(llm: LLM, settings: Settings, max_stall_ms: int, url: str) -> list[str]:
+    """What is served and how, in lines."""
+    from quaff.weights.budget import human_bytes
+
+    about = llm.describe()
+    used, limit = llm.accountant.total_bytes, llm.accountant.limit_bytes
+    kv = llm.engine.cache.peak_bytes(1024, 1024)
+    rows = {
+        "model": f"{settings.name}: {about['name']} ({about['architecture']}), {human_bytes(about['weight_bytes'])} of weights",
+        "machine": f"{about['isa']}, {about['threads']} threads, chunks of {about['chunk']} rows, {about['schedule']}-major",
+        "memory": f"{human_bytes(used)} in use" + (f" of {human_bytes(limit)}" if limit is not None else ""),
+        "context": f"{llm.context} tokens; 1,024 tokens take {human_bytes(kv)}",
+        "requests": f"{settings.queue} may wait; a stream pauses for at most about {max_stall_ms} ms",
+        "key": "needed" if settings.api_key is not None else "none",
+        "listening": f"{url}/v1 (chat/completions, completions, models), {url}/health, /metrics, /props",
+    }
+    return [f"{key + ':':<11}{value}" for key, value in rows.items()]
+
+
+def _log_to_stderr() -> None:
+    logging.basicConfig(stream=sys.stderr, level=logging.WARNING, format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
+    logging.getLogger("quaff").setLevel(logging.INFO)

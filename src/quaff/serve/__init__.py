@@ -1,0 +1,1 @@
+"""A model over HTTP: the APIs of OpenAI, and what an operator needs. Needs the packages of the extra `serve`."""

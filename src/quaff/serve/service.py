@@ -1,0 +1,118 @@
+"""The model behind the server: loading, ready, closing; requests in, generations out."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import ParamSpec, TypeVar
+
+from starlette.requests import Request
+
+from quaff.engine.loop import EngineLoop
+from quaff.engine.reader import Reader
+from quaff.llm import LLM
+from quaff.serve.errors import ApiError, context_exceeded
+from quaff.serve.generation import Generation, Job
+from quaff.serve.metrics import Metrics
+from quaff.serve.settings import Settings
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+RETRY_SECONDS = {"Retry-After": "5"}
+
+
+class Service:
+    """One model and the loop that drives it. It can be asked before the model is there: then it answers 503."""
+
+    def __init__(self, settings: Settings) -> None:
+        self.settings = settings
+        self.created = int(time.time())
+        self.metrics = Metrics(settings.name)
+        self._llm: LLM | None = None
+        self._loop: EngineLoop | None = None
+        self._closing = False
+
+    # Life
+
+    def open(self, llm: LLM) -> None:
+        """Take over a loaded model and start its loop."""
+        loop = EngineLoop(llm.engine, max_waiting=self.settings.queue)
+        loop.start()
+        self._llm, self._loop = llm, loop
+        self.metrics.watch(llm, loop)
+
+    def close(self) -> None:
+        """Refuse new requests, end the running ones and the loop, and let go of the model. A second call does nothing."""
+        self._closing = True
+        loop, llm, self._loop, self._llm = self._loop, self._llm, None, None
+        if loop is not None:
+            loop.close()
+        if llm is not None:
+            llm.close()
+
+    @property
+    def llm(self) -> LLM:
+        """The model; ApiError 503 when there is none, or none any more."""
+        if self._closing:
+            raise ApiError(503, "the server is shutting down", headers=RETRY_SECONDS)
+        if self._llm is None:
+            raise ApiError(503, "the model is being loaded", headers=RETRY_SECONDS)
+        return self._llm
+
+    @property
+    def loop(self) -> EngineLoop:
+        assert self.llm is not None and self._loop is not None
+        return self._loop
+
+    def check_health(self) -> None:
+        """ApiError 503 while the model loads, while the server shuts down, and when the loop is stuck."""
+        silent = self.loop.silent_seconds
+        if silent > self.settings.stuck_seconds:
+            raise ApiError(503, f"the engine has given no sign of life for {silent:.0f} s")
+
+    # Work
+
+    async def blocking(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """The result of a function that computes for more than an instant, such as tokenising a conversation."""
+        return await asyncio.to_thread(function, *args, **kwargs)
+
+    async def start(self, job: Job, n: int = 1) -> tuple[Generation, ...]:
+        """Queue `n` completions of one prompt; they share its state.
+
+        ApiError 400 for a prompt that is longer than the context or parameters that do not fit the model, 429 when the queue is full.
+        """
+        llm, loop = self.llm, self.loop
+        if len(job.tokens) > llm.context:
+            raise context_exceeded(len(job.tokens), llm.context)
+        readers = [Reader(llm.tokenizer, job.params) for _ in range(n)]
+        generations = tuple(Generation(llm, loop, job, reader, self.metrics.watcher()) for reader in readers)
+
+        def submit() -> None:
+            tokens, first = llm.encode(job.tokens), None
+            for choice, (generation, reader) in enumerate(zip(generations, readers, strict=True)):
+                params = replace(job.params, choice=choice)
+                request = loop.submit(
+                    tokens,
+                    generation.hear,
+                    params=params,
+                    accept=reader.accept,
+                    share=first,
+                )
+                first = first or request
+                generation.bind(request)
+
+        try:
+            await asyncio.to_thread(submit)
+        except BaseException:
+            for generation in generations:
+                generation.cancel()
+            raise
+        return generations
+
+
+def service_of(request: Request) -> Service:
+    service: Service = request.app.state.service
+    return service
