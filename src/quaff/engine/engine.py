@@ -42,6 +42,9 @@ LAYER_SCRATCH_BYTES = 1 << 30
 STEP_DRAFTS = 32
 """Guessed rows of one step, shared out among those that decode in it: they must not cost the others more than a short prompt would."""
 
+AHEAD_TOKENS = 512
+"""Memory is counted for so many tokens that are not generated yet: clients allow far more than they use, and others could use it."""
+
 Accept = Callable[[int], FinishReason | None]
 OnLogits = Callable[[int, NDArray[np.float32]], None]
 
@@ -64,8 +67,8 @@ class Options(TypedDict, total=False):
 class Request:
     """A sequence in the engine. `tokens` are known, `computed` of them are in the KV state. Read it freely; only the engine writes.
 
-    `limit`: positions it may have. `logprobs` has one entry per generated token and `prompt_logprobs` one per prompt token after the first,
-    where its parameters ask for them. `drafted` guessed tokens were checked, `accepted` of them were right.
+    `reserved`: positions that memory is counted for. `logprobs` has one entry per generated token and `prompt_logprobs` one per prompt
+    token after the first, where its parameters ask for them. `drafted` guessed tokens were checked, `accepted` of them were right.
     """
 
     id: int
@@ -80,7 +83,7 @@ class Request:
     base: int | None
     base_tokens: Sequence[int]
     prompt_tokens: int
-    limit: int
+    reserved: int = 0
     sequence: int = 0
     reused: int = 0
     computed: int = 0
@@ -161,6 +164,7 @@ class Engine:
         self.decode_stream = StreamCounters()
         self.drafted_tokens = 0
         self.accepted_tokens = 0
+        self.preemptions = 0
         self.lock = threading.RLock()
         self._requests: dict[int, Request] = {}
         self._waiting: deque[Request] = deque()
@@ -243,7 +247,6 @@ class Engine:
             base=options.get("base"),
             base_tokens=options.get("base_tokens", ()),
             prompt_tokens=len(tokens),
-            limit=self.context,
         )
 
     def enter(self, request: Request) -> None:
@@ -362,6 +365,7 @@ class Engine:
     def _step(self, on_work: Callable[[int], None] | None) -> None:
         self.runner.control.reset()
         self._sweep()
+        self._extend()
         self._admit()
         if self._drafts:
             self._guess()
@@ -418,7 +422,7 @@ class Engine:
             if request.lookup is None:
                 request.lookup = Lookup(self._drafts)
             # No row beyond what a run without guesses would compute: there is no memory for it.
-            limit = min(most, request.params.max_tokens - request.generated - 1, request.limit - len(request.tokens))
+            limit = min(most, request.params.max_tokens - request.generated - 1, request.reserved - len(request.tokens))
             request.draft = request.lookup.draft(request.tokens, limit) if limit > 0 else []
             self._scheduler.draft(request.id, len(request.draft))
 
@@ -476,7 +480,7 @@ class Engine:
                     self._fail(request, error)
                     continue
                 request.admitted = True
-                request.started_at = time.perf_counter()
+                request.started_at = request.started_at or time.perf_counter()
                 self._scheduler.add(request.id, len(request.tokens), request.computed, request.logits_from)
             self._waiting.popleft()
 
@@ -488,35 +492,64 @@ class Engine:
             self._keep_last(request)
 
     def _reserve(self, request: Request) -> None:
-        """Count the memory of everything that a request may need; alone, one that may generate more than there is room for gets what fits.
+        """Count the memory of the tokens that a request has and of some more; alone, it gets what fits.
 
         MemoryBudgetError leaves the count as it was.
         """
-        positions = min(len(request.tokens) + (request.params.max_tokens if request.params else 0), self.context)
+        wanted = len(request.tokens)
+        if request.params is not None:
+            wanted = min(self.context, request.prompt_tokens + request.params.max_tokens, wanted + AHEAD_TOKENS)
         try:
-            self._reserve_positions(request, positions)
+            self._reserve_positions(request, wanted)
         except MemoryBudgetError:
-            least = request.prompt_tokens + 1
-            if len(self._scheduler) or request.params is None or least >= positions:
+            least = len(request.tokens)
+            if len(self._scheduler) - request.admitted or least >= wanted:
                 raise
             self._reserve_positions(request, least)
-            while positions - least > 1:
-                middle = (least + positions) // 2
+            while wanted - least > 1:
+                middle = (least + wanted) // 2
                 try:
                     self._reserve_positions(request, middle)
                     least = middle
                 except MemoryBudgetError:
-                    positions = middle
+                    wanted = middle
             self._reserve_positions(request, least)
-            request.limit = least
+
+    def _extend(self) -> None:
+        """Count more memory for those that have used theirs up. Where there is none, those that came last give way until there is."""
+        for request in list(self._requests.values()):
+            while request.admitted and len(request.tokens) > request.reserved and not request.done:
+                try:
+                    self._reserve(request)
+                except MemoryBudgetError:
+                    last = max((r for r in self._requests.values() if r.admitted), key=lambda r: r.id)
+                    if len(self._scheduler) == 1:
+                        self._finish(request, "length")
+                    else:
+                        self._give_way(last)
+
+    def _give_way(self, request: Request) -> None:
+        """Forget the state of a request and queue it again; it is computed anew, to the same bits, when there is memory."""
+        self.preemptions += 1
+        self._scheduler.remove(request.id)
+        self.cache.free(request.sequence)
+        request.logits_from = max(request.logits_from, request.computed)  # what it has heard it does not hear again
+        request.admitted = False
+        request.sequence = request.computed = request.reserved = 0
+        request.draft = []
+        self._waiting.appendleft(request)
+        self._reserve_step(self._scheduler, self.order, self._drafts)
 
     def _reserve_positions(self, request: Request, positions: int) -> None:
         self.cache.reserve(request.sequence, positions, self.block_rows)
         try:
-            self._reserve_step(self._scheduler, self.order, self._drafts, request)
+            self._reserve_step(self._scheduler, self.order, self._drafts, None if request.admitted else request)
         except MemoryBudgetError:
             self.cache.settle(request.sequence)
+            if request.reserved:
+                self.cache.reserve(request.sequence, request.reserved, self.block_rows)
             raise
+        request.reserved = positions
 
     def _reserve_step(self, scheduler: Scheduler, order: Order, drafts: int, new: Request | None = None) -> None:
         """Count scratch and logits of the largest step of the admitted requests and a new one: none of them may fail later for it."""
@@ -624,7 +657,7 @@ class Engine:
             return reason
         if (token in self.end_ids and not params.ignore_eos) or (constraint is not None and constraint.ended):
             return "stop"
-        if request.generated >= params.max_tokens or len(request.tokens) > request.limit:
+        if request.generated >= params.max_tokens or len(request.tokens) > self.context:
             return "length"
         return None
 

@@ -198,14 +198,41 @@ def test_alone_a_request_may_generate_as_much_as_there_is_room_for(llm: LLM) -> 
     llm.accountant.limit_bytes = llm.accountant.used_bytes + llm.engine.cache.peak_bytes(180, llm.engine.block_rows) + 1000
     request = llm.engine.submit(tokens, params=wanted)
     llm.engine.run([request])
-    assert request.finish_reason == "length" and request.limit < llm.context
-    # Pages are whole, and a window of pages needs no more than it has: a model of those only never ends early.
-    assert 128 <= request.limit <= 192 and len(request.tokens) == request.limit + 1
+    assert request.finish_reason == "length" and request.error is None
+    assert 128 <= request.reserved <= 192 and len(request.tokens) == request.reserved + 1  # pages are whole
     assert generated(full)[: request.generated] == generated(request)
     llm.accountant.limit_bytes = llm.accountant.used_bytes + llm.engine.cache.peak_bytes(60, llm.engine.block_rows)
     refused = llm.engine.submit(tokens, params=wanted)
     llm.engine.run([refused])
     assert isinstance(refused.error, MemoryBudgetError)
+
+
+def test_those_that_came_last_give_way_and_answer_the_same(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_module, "AHEAD_TOKENS", 16)
+    monkeypatch.setattr(engine_module, "LOGITS_BYTES", 8 * 4 * llm.config.vocab)
+    llm.configure(chunk=32)
+    prompts = [prompt(llm.config.vocab, 60 + 10 * i, seed=i) for i in range(3)]
+    each = [replace(PARAMS, max_tokens=150, logprobs=0, prompt_logprobs=0 if i == 2 else None) for i in range(3)]
+    heard: dict[int, list[int]] = {}
+    alone = []
+    for ids, params in zip(prompts, each, strict=True):
+        request = llm.engine.submit(ids, params=params)
+        llm.engine.run([request])
+        alone.append((request.tokens, request.logprobs, request.prompt_logprobs))
+    # Room for the prompts of all, not for their answers.
+    need = llm.engine.cache.peak_bytes(128, llm.engine.block_rows) * 3
+    llm.accountant.limit_bytes = llm.accountant.used_bytes + need + llm.engine.cache.states.slot_bytes
+    before = llm.engine.preemptions
+    requests = []
+    for i, (ids, params) in enumerate(zip(prompts, each, strict=True)):
+        heard[i] = []
+        requests.append(llm.engine.submit(ids, params=params, on_logits=lambda position, row, i=i: heard[i].append(position)))
+    read = llm.engine.submit(prompts[0], logits_from=0, on_logits=lambda position, row: heard.setdefault(9, []).append(position))
+    llm.engine.run([*requests, read])
+    assert llm.engine.preemptions > before
+    assert [(r.tokens, r.logprobs, r.prompt_logprobs) for r in requests] == alone
+    assert [heard[i] for i in range(3)] == [list(range(59, 209)), list(range(69, 219)), list(range(229))]
+    assert heard[9] == list(range(60))
 
 
 # Guesses
