@@ -106,12 +106,12 @@ class Checkpoint:
         self.metadata: Mapping[str, Any] = MappingProxyType(metadata)
         self.tensors: Mapping[str, TensorView] = MappingProxyType(tensors)
         self.architecture: str = metadata["general.architecture"]
-        self._files = tuple(files)
+        self.files = tuple(files)
 
     def close(self) -> None:
         """Forget the tensors and close the files. Arrays that were read stay."""
         self.tensors = MappingProxyType({})
-        for file in self._files:
+        for file in self.files:
             file.close()
 
     def __enter__(self) -> Checkpoint:
