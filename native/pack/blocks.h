@@ -26,6 +26,31 @@ struct Unpacked {
 
 inline int nibble(const uint8_t* q, int at, int high) { return q[at] >> 4 * high & 15; }
 
+// Of `bytes` bytes, eight at a time: bits [from, from + count) of each, moved to bit `to`; with `add` beside what is there.
+template <int from, int count, int to = 0, bool add = false> void take_bits(const uint8_t* source, int bytes, uint8_t* target) {
+    constexpr uint64_t each = 0x0101010101010101, mask = each * ((1 << count) - 1);
+    for (int i = 0; i < bytes; i += 8) {
+        uint64_t w, old = 0;
+        std::memcpy(&w, source + i, 8);
+        if (add)
+            std::memcpy(&old, target + i, 8);
+        w = (w >> from & mask) << to | old;
+        std::memcpy(target + i, &w, 8);
+    }
+}
+
+inline uint64_t word8(const uint8_t* p) {
+    uint64_t w;
+    std::memcpy(&w, p, 8);
+    return w;
+}
+
+// The bits of a byte as eight bytes, 0 or 1.
+inline uint64_t spread(uint8_t bits) {
+    const uint64_t each = 0x0101010101010101, one = bits * each & 0x8040201008040201;
+    return (one + 0x7f * each) >> 7 & each;
+}
+
 struct Q4_0 {
     uint16_t d;
     uint8_t qs[16];
@@ -121,8 +146,8 @@ static_assert(sizeof(IQ1_S) == 50 && sizeof(IQ1_M) == 56 && sizeof(IQ2_XXS) == 6
 static_assert(sizeof(IQ3_XXS) == 98 && sizeof(IQ3_S) == 110);
 
 inline void nibbles32(const uint8_t* qs, uint8_t* code) {
-    for (int l = 0; l < 16; l++)
-        code[l] = qs[l] & 15, code[16 + l] = qs[l] >> 4;
+    take_bits<0, 4>(qs, 16, code);
+    take_bits<4, 4>(qs, 16, code + 16);
 }
 
 inline void unpack(const Q4_0& b, Unpacked& u) {
@@ -136,8 +161,11 @@ inline void unpack(const Q4_1& b, Unpacked& u) {
 }
 
 inline void fives32(const uint8_t* qs, const uint8_t* qh, uint8_t* code) {
-    for (int k = 0; k < 32; k++)
-        code[k] = uint8_t(nibble(qs, k % 16, k / 16) | (qh[k / 8] >> k % 8 & 1) << 4);
+    nibbles32(qs, code);
+    for (int i = 0; i < 4; i++) {
+        const uint64_t w = word8(code + 8 * i) | spread(qh[i]) << 4;
+        std::memcpy(code + 8 * i, &w, 8);
+    }
 }
 
 inline void unpack(const Q5_0& b, Unpacked& u) {
@@ -156,14 +184,33 @@ inline void unpack(const Q8_0& b, Unpacked& u) {
         u.code[k] = uint8_t(b.qs[k] + 128);
 }
 
-inline int pair_of_bits(const uint8_t* qs, int k) { return qs[k / 128 * 32 + k % 32] >> k % 128 / 32 * 2 & 3; } // Q2_K, Q3_K low, Q6_K high
+// 256 codes, two bits of each: the four of k, k + 32, k + 64 and k + 96 share a byte. Q2_K, TQ2_0, Q3_K low, Q6_K high.
+template <int to = 0, bool add = false> void pairs256(const uint8_t* qs, uint8_t* code) {
+    for (int half = 0; half < 2; half++, qs += 32, code += 128) {
+        take_bits<0, 2, to, add>(qs, 32, code);
+        take_bits<2, 2, to, add>(qs, 32, code + 32);
+        take_bits<4, 2, to, add>(qs, 32, code + 64);
+        take_bits<6, 2, to, add>(qs, 32, code + 96);
+    }
+}
+
+// One more bit of 256 codes: those of k, k + 32 ... k + 224 share a byte. Q3_K, Q5_K.
+template <int to> void bits256(const uint8_t* qh, uint8_t* code) {
+    take_bits<0, 1, to, true>(qh, 32, code);
+    take_bits<1, 1, to, true>(qh, 32, code + 32);
+    take_bits<2, 1, to, true>(qh, 32, code + 64);
+    take_bits<3, 1, to, true>(qh, 32, code + 96);
+    take_bits<4, 1, to, true>(qh, 32, code + 128);
+    take_bits<5, 1, to, true>(qh, 32, code + 160);
+    take_bits<6, 1, to, true>(qh, 32, code + 192);
+    take_bits<7, 1, to, true>(qh, 32, code + 224);
+}
 
 inline void unpack(const Q2_K& b, Unpacked& u) {
     u.d = b.d, u.dmin = b.dmin;
     for (int g = 0; g < 16; g++)
         u.scale[g] = b.scales[g] & 15, u.min[g] = b.scales[g] >> 4;
-    for (int k = 0; k < 256; k++)
-        u.code[k] = uint8_t(pair_of_bits(b.qs, k));
+    pairs256(b.qs, u.code);
 }
 
 inline void unpack(const Q3_K& b, Unpacked& u) {
@@ -173,8 +220,8 @@ inline void unpack(const Q3_K& b, Unpacked& u) {
         u.scale[g] = uint8_t(six - 32);
     }
     // A set bit of hmask means that nothing is subtracted.
-    for (int k = 0; k < 256; k++)
-        u.code[k] = uint8_t(pair_of_bits(b.qs, k) + (b.hmask[k % 32] >> k / 32 & 1) * 4);
+    pairs256(b.qs, u.code);
+    bits256<2>(b.hmask, u.code);
 }
 
 // Eight 6-bit scales and minima in 12 bytes, shared by Q4_K and Q5_K.
@@ -186,23 +233,30 @@ inline void k_scales(uint16_t d, uint16_t dmin, const uint8_t* s, Unpacked& u) {
     }
 }
 
+// 256 codes, four bits of each: those of k and k + `apart` share a byte.
+template <int apart> void nibbles256(const uint8_t* qs, uint8_t* code) {
+    for (int k = 0; k < 256; k += 2 * apart, qs += apart) {
+        take_bits<0, 4>(qs, apart, code + k);
+        take_bits<4, 4>(qs, apart, code + k + apart);
+    }
+}
+
 inline void unpack(const Q4_K& b, Unpacked& u) {
     k_scales(b.d, b.dmin, b.scales, u);
-    for (int k = 0; k < 256; k++)
-        u.code[k] = uint8_t(nibble(b.qs, k / 64 * 32 + k % 32, k / 32 % 2));
+    nibbles256<32>(b.qs, u.code);
 }
 
 inline void unpack(const Q5_K& b, Unpacked& u) {
     k_scales(b.d, b.dmin, b.scales, u);
-    for (int k = 0; k < 256; k++)
-        u.code[k] = uint8_t(nibble(b.qs, k / 64 * 32 + k % 32, k / 32 % 2) | (b.qh[k % 32] >> k / 32 & 1) << 4);
+    nibbles256<32>(b.qs, u.code);
+    bits256<4>(b.qh, u.code);
 }
 
 inline void unpack(const Q6_K& b, Unpacked& u) {
     u.d = b.d;
     std::memcpy(u.scale, b.scales, 16);
-    for (int k = 0; k < 256; k++)
-        u.code[k] = uint8_t(nibble(b.ql, k / 128 * 64 + k % 64, k / 64 % 2) | pair_of_bits(b.qh, k) << 4);
+    nibbles256<64>(b.ql, u.code);
+    pairs256<4, true>(b.qh, u.code);
 }
 
 inline void unpack(const IQ4_XS& b, Unpacked& u) {
@@ -321,8 +375,7 @@ inline void unpack(const TQ1_0& b, Unpacked& u) {
 
 inline void unpack(const TQ2_0& b, Unpacked& u) {
     u.d = b.d;
-    for (int k = 0; k < 256; k++)
-        u.code[k] = uint8_t(pair_of_bits(b.qs, k));
+    pairs256(b.qs, u.code);
 }
 
 // 2^(e-128), denormal below e = 2. Codes reach 12, so e >= kExponentEnd would leave room for no activation scale: refused on load.

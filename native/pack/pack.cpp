@@ -5,11 +5,14 @@
 
 #include <algorithm>
 #include <atomic>
+#include <bit>
 #include <cerrno>
 #include <cmath>
+#include <cstddef>
 #include <stdexcept>
 #include <system_error>
 #include <thread>
+#include <type_traits>
 #include <unistd.h>
 #include <vector>
 
@@ -27,60 +30,19 @@ struct Type {
     int32_t group, offset;
     const int8_t* codebook;
     float unit;
-    void (*unpack)(const uint8_t*, Unpacked&);
+    // The blocks of one row in a chunk of `groups` weight groups, into its scales and codes. False when a scale is not finite.
+    bool (*write)(const uint8_t* blocks, int64_t groups, uint8_t* scales, uint8_t* codes, int row);
 };
-
-template <class Block>
-constexpr Type quantised(int32_t id, const char* name, int32_t block, Codes codes, Scales scales, int32_t group, int32_t offset = 0,
-                         const int8_t* codebook = nullptr, float unit = 1) {
-    return {id, name, block, int32_t(sizeof(Block)), codes, scales, group, offset, codebook, unit, blocks::unpack_block<Block>};
-}
-
-constexpr Type kTypes[] = {
-    {0, "F32", 1, 4, Codes::kF32, Scales::kNone, 0, 0, nullptr, 1, nullptr},
-    {1, "F16", 1, 2, Codes::kF16, Scales::kNone, 0, 0, nullptr, 1, nullptr},
-    {30, "BF16", 1, 2, Codes::kBF16, Scales::kNone, 0, 0, nullptr, 1, nullptr},
-    quantised<blocks::Q4_0>(2, "Q4_0", 32, Codes::kNibble, Scales::kHalf, 32, 8),
-    quantised<blocks::Q4_1>(3, "Q4_1", 32, Codes::kNibble, Scales::kHalfMin, 32),
-    quantised<blocks::Q5_0>(6, "Q5_0", 32, Codes::kNibbleBit, Scales::kHalf, 32, 16),
-    quantised<blocks::Q5_1>(7, "Q5_1", 32, Codes::kNibbleBit, Scales::kHalfMin, 32),
-    quantised<blocks::Q8_0>(8, "Q8_0", 32, Codes::kByte, Scales::kHalf, 32, 128),
-    quantised<blocks::Q2_K>(10, "Q2_K", 256, Codes::kPair, Scales::kSuperPair, 16),
-    quantised<blocks::Q3_K>(11, "Q3_K", 256, Codes::kPairBit, Scales::kSuper, 16, 4),
-    quantised<blocks::Q4_K>(12, "Q4_K", 256, Codes::kNibble, Scales::kSuperMin, 32),
-    quantised<blocks::Q5_K>(13, "Q5_K", 256, Codes::kNibbleBit, Scales::kSuperMin, 32),
-    quantised<blocks::Q6_K>(14, "Q6_K", 256, Codes::kNibblePair, Scales::kSuper, 16, 32),
-    quantised<blocks::Q4_0>(20, "IQ4_NL", 32, Codes::kNibble, Scales::kHalf, 32, 0, blocks::kIQ4), // laid out as Q4_0
-    quantised<blocks::IQ4_XS>(23, "IQ4_XS", 256, Codes::kNibble, Scales::kSuper, 32, 0, blocks::kIQ4),
-    quantised<blocks::MXFP4>(39, "MXFP4", 32, Codes::kNibble, Scales::kExponent, 32, 0, blocks::kFP4),
-    quantised<blocks::NVFP4>(40, "NVFP4", 64, Codes::kNibble, Scales::kSmallFloat, 16, 0, blocks::kFP4),
-    quantised<blocks::IQ1_S>(19, "IQ1_S", 256, Codes::kPairBit, Scales::kSuper, 32, 0, blocks::kIQ1, 0.125f),
-    quantised<blocks::IQ1_M>(29, "IQ1_M", 256, Codes::kPairBit, Scales::kSuper, 16, 0, blocks::kIQ1, 0.125f),
-    quantised<blocks::IQ2_XXS>(16, "IQ2_XXS", 256, Codes::kPairBit, Scales::kSuper, 32, 0, blocks::kIQ2, 0.125f),
-    quantised<blocks::IQ2_XS>(17, "IQ2_XS", 256, Codes::kPairBit, Scales::kSuper, 16, 0, blocks::kIQ2, 0.125f),
-    quantised<blocks::IQ2_S>(22, "IQ2_S", 256, Codes::kPairBit, Scales::kSuper, 16, 0, blocks::kIQ2, 0.125f),
-    quantised<blocks::IQ3_XXS>(18, "IQ3_XXS", 256, Codes::kNibble, Scales::kSuper, 32, 0, blocks::kIQ3XXS, 0.25f),
-    quantised<blocks::IQ3_S>(21, "IQ3_S", 256, Codes::kNibble, Scales::kSuper, 32, 0, blocks::kIQ3S),
-    quantised<blocks::TQ1_0>(34, "TQ1_0", 256, Codes::kPair, Scales::kOne, 32, 1),
-    quantised<blocks::TQ2_0>(35, "TQ2_0", 256, Codes::kPair, Scales::kOne, 32, 1),
-};
-
-const Type* find(int32_t id) {
-    for (const Type& type : kTypes)
-        if (type.id == id)
-            return &type;
-    return nullptr;
-}
 
 // A plane of one row's 32 codes: four codes are one word, and k4 lies in line k4 % bits, shifted by k4 / bits * bits.
-void write_plane(const uint8_t* code, int from, int bits, uint8_t* plane, int row) {
-    const uint32_t mask = 0x01010101u * ((1u << bits) - 1);
-    uint32_t lines[8] = {};
-    for (int k4 = 0; k4 < 8; k4++) {
-        uint32_t word;
-        std::memcpy(&word, code + 4 * k4, 4);
-        lines[k4 % bits] |= (word >> from & mask) << (k4 / bits * bits);
-    }
+template <int from, int bits> void write_plane(const uint8_t* code, uint8_t* plane, int row) {
+    constexpr uint32_t mask = 0x01010101u * ((1u << bits) - 1);
+    uint32_t words[8], lines[bits] = {};
+    std::memcpy(words, code, 32);
+#pragma GCC unroll 8
+    for (int k4 = 0; k4 < 8; k4++)
+        lines[k4 % bits] |= (words[k4] >> from & mask) << (k4 / bits * bits);
+#pragma GCC unroll 8
     for (int i = 0; i < bits; i++)
         std::memcpy(plane + 64 * i + 4 * row, lines + i, 4);
 }
@@ -94,11 +56,11 @@ void read_plane(const uint8_t* plane, int row, int bits, uint32_t* words, int to
     }
 }
 
-void write_group(Codes codes, const uint8_t* code, uint8_t* group, int row) {
-    const auto [low, high] = planes(codes);
-    write_plane(code, 0, low, group, row);
-    if (high)
-        write_plane(code, low, high, group + 64 * low, row);
+template <Codes codes> void write_group(const uint8_t* code, uint8_t* group, int row) {
+    constexpr Planes bits = planes(codes);
+    write_plane<0, bits.low>(code, group, row);
+    if constexpr (bits.high > 0)
+        write_plane<bits.low, bits.high>(code, group + 64 * bits.low, row);
 }
 
 void read_group(Codes codes, const uint8_t* group, int row, uint8_t* code) {
@@ -113,55 +75,123 @@ void read_group(Codes codes, const uint8_t* group, int row, uint8_t* code) {
 bool finite(uint16_t half) { return (half & 0x7c00) != 0x7c00; }
 
 // One row's scales of a block of the file into the panel's scale block. False when one is not finite.
-bool write_scales(const Weight& w, const Unpacked& u, uint8_t* block, int64_t row) {
+template <Scales scales, int group> bool write_scales(const Unpacked& u, uint8_t* block, int row) {
     const auto super = [&](auto* to) { // d, then a byte per group
         to->d[row] = u.d;
         for (size_t g = 0; g < std::size(to->scale); g++)
             to->scale[g][row] = int8_t(u.scale[g]);
         return finite(u.d);
     };
-    switch (w.scales) {
-    case Scales::kHalf:
+    if constexpr (scales == Scales::kHalf) {
         reinterpret_cast<HalfScales*>(block)->scale[row] = u.d;
         return finite(u.d);
-    case Scales::kHalfMin:
+    } else if constexpr (scales == Scales::kHalfMin) {
         reinterpret_cast<HalfMinScales*>(block)->scale[row] = u.d;
         reinterpret_cast<HalfMinScales*>(block)->min[row] = u.dmin;
         return finite(u.d) && finite(u.dmin);
-    case Scales::kSuper:
-        return w.group == 16 ? super(reinterpret_cast<SuperScales<16>*>(block)) : super(reinterpret_cast<SuperScales<8>*>(block));
-    case Scales::kSuperMin: {
+    } else if constexpr (scales == Scales::kSuper) {
+        return super(reinterpret_cast<SuperScales<256 / group>*>(block));
+    } else if constexpr (scales == Scales::kSuperMin) {
         auto* to = reinterpret_cast<SuperMinScales*>(block);
         to->dmin[row] = u.dmin;
         for (size_t g = 0; g < std::size(to->min); g++)
             to->min[g][row] = int8_t(u.min[g]);
         return super(to) && finite(u.dmin);
-    }
-    case Scales::kSuperPair: {
+    } else if constexpr (scales == Scales::kSuperPair) {
         auto* to = reinterpret_cast<SuperPairScales*>(block);
         to->d[row] = u.d, to->dmin[row] = u.dmin;
         for (size_t g = 0; g < std::size(to->both); g++)
             to->both[g][row] = uint8_t(u.scale[g] | u.min[g] << 4);
         return finite(u.d) && finite(u.dmin);
-    }
-    case Scales::kExponent:
+    } else if constexpr (scales == Scales::kExponent) {
         reinterpret_cast<ExponentScales*>(block)->e[row] = u.scale[0];
         return u.scale[0] < blocks::kExponentEnd;
-    case Scales::kSmallFloat: {
+    } else if constexpr (scales == Scales::kSmallFloat) {
         bool all = true;
         for (int g = 0; g < 4; g++) {
             reinterpret_cast<SmallFloatScales*>(block)->scale[g][row] = u.scale[g];
             all &= blocks::e4m3_finite(u.scale[g]);
         }
         return all;
-    }
-    case Scales::kOne:
+    } else {
         reinterpret_cast<OneScale*>(block)->d[row] = u.d;
         return finite(u.d);
-    case Scales::kNone:
-        break;
     }
-    return true;
+}
+
+// Blocks whose nibbles lie in the file as in a plane: byte 4*i + j holds k = 4*i + j below k + 16.
+template <class Block>
+constexpr bool kPlaneOrder =
+    std::is_same_v<Block, blocks::Q4_0> || std::is_same_v<Block, blocks::Q4_1> || std::is_same_v<Block, blocks::MXFP4>;
+
+template <class Block, int values, Codes codes, Scales scales, int group>
+bool write_blocks(const uint8_t* from, int64_t groups, uint8_t* scale, uint8_t* code, int row) {
+    bool all = true;
+    for (int64_t left = groups * group / values; left > 0; left--, from += sizeof(Block)) {
+        Unpacked u;
+        blocks::unpack_block<Block>(from, u);
+        if constexpr (kPlaneOrder<Block>)
+            for (int i = 0; i < 4; i++)
+                std::memcpy(code + 64 * i + 4 * row, from + offsetof(Block, qs) + 4 * i, 4);
+        else
+            for (int k = 0; k < values; k += 32)
+                write_group<codes>(u.code + k, code + k / 32 * code_group_bytes(codes), row);
+        code += values / 32 * code_group_bytes(codes);
+        all &= write_scales<scales, group>(u, scale, row);
+        scale += scale_block(scales, group).bytes;
+    }
+    return all;
+}
+
+template <class Block, int values, Codes codes, Scales scales, int group>
+constexpr Type quantised(int32_t id, const char* name, int32_t offset = 0, const int8_t* codebook = nullptr, float unit = 1) {
+    return {id,
+            name,
+            values,
+            int32_t(sizeof(Block)),
+            codes,
+            scales,
+            group,
+            offset,
+            codebook,
+            unit,
+            write_blocks<Block, values, codes, scales, group>};
+}
+
+constexpr Type kTypes[] = {
+    {0, "F32", 1, 4, Codes::kF32, Scales::kNone, 0, 0, nullptr, 1, nullptr},
+    {1, "F16", 1, 2, Codes::kF16, Scales::kNone, 0, 0, nullptr, 1, nullptr},
+    {30, "BF16", 1, 2, Codes::kBF16, Scales::kNone, 0, 0, nullptr, 1, nullptr},
+    quantised<blocks::Q4_0, 32, Codes::kNibble, Scales::kHalf, 32>(2, "Q4_0", 8),
+    quantised<blocks::Q4_1, 32, Codes::kNibble, Scales::kHalfMin, 32>(3, "Q4_1"),
+    quantised<blocks::Q5_0, 32, Codes::kNibbleBit, Scales::kHalf, 32>(6, "Q5_0", 16),
+    quantised<blocks::Q5_1, 32, Codes::kNibbleBit, Scales::kHalfMin, 32>(7, "Q5_1"),
+    quantised<blocks::Q8_0, 32, Codes::kByte, Scales::kHalf, 32>(8, "Q8_0", 128),
+    quantised<blocks::Q2_K, 256, Codes::kPair, Scales::kSuperPair, 16>(10, "Q2_K"),
+    quantised<blocks::Q3_K, 256, Codes::kPairBit, Scales::kSuper, 16>(11, "Q3_K", 4),
+    quantised<blocks::Q4_K, 256, Codes::kNibble, Scales::kSuperMin, 32>(12, "Q4_K"),
+    quantised<blocks::Q5_K, 256, Codes::kNibbleBit, Scales::kSuperMin, 32>(13, "Q5_K"),
+    quantised<blocks::Q6_K, 256, Codes::kNibblePair, Scales::kSuper, 16>(14, "Q6_K", 32),
+    quantised<blocks::Q4_0, 32, Codes::kNibble, Scales::kHalf, 32>(20, "IQ4_NL", 0, blocks::kIQ4), // laid out as Q4_0
+    quantised<blocks::IQ4_XS, 256, Codes::kNibble, Scales::kSuper, 32>(23, "IQ4_XS", 0, blocks::kIQ4),
+    quantised<blocks::MXFP4, 32, Codes::kNibble, Scales::kExponent, 32>(39, "MXFP4", 0, blocks::kFP4),
+    quantised<blocks::NVFP4, 64, Codes::kNibble, Scales::kSmallFloat, 16>(40, "NVFP4", 0, blocks::kFP4),
+    quantised<blocks::IQ1_S, 256, Codes::kPairBit, Scales::kSuper, 32>(19, "IQ1_S", 0, blocks::kIQ1, 0.125f),
+    quantised<blocks::IQ1_M, 256, Codes::kPairBit, Scales::kSuper, 16>(29, "IQ1_M", 0, blocks::kIQ1, 0.125f),
+    quantised<blocks::IQ2_XXS, 256, Codes::kPairBit, Scales::kSuper, 32>(16, "IQ2_XXS", 0, blocks::kIQ2, 0.125f),
+    quantised<blocks::IQ2_XS, 256, Codes::kPairBit, Scales::kSuper, 16>(17, "IQ2_XS", 0, blocks::kIQ2, 0.125f),
+    quantised<blocks::IQ2_S, 256, Codes::kPairBit, Scales::kSuper, 16>(22, "IQ2_S", 0, blocks::kIQ2, 0.125f),
+    quantised<blocks::IQ3_XXS, 256, Codes::kNibble, Scales::kSuper, 32>(18, "IQ3_XXS", 0, blocks::kIQ3XXS, 0.25f),
+    quantised<blocks::IQ3_S, 256, Codes::kNibble, Scales::kSuper, 32>(21, "IQ3_S", 0, blocks::kIQ3S),
+    quantised<blocks::TQ1_0, 256, Codes::kPair, Scales::kOne, 32>(34, "TQ1_0", 1),
+    quantised<blocks::TQ2_0, 256, Codes::kPair, Scales::kOne, 32>(35, "TQ2_0", 1),
+};
+
+const Type* find(int32_t id) {
+    for (const Type& type : kTypes)
+        if (type.id == id)
+            return &type;
+    return nullptr;
 }
 
 // Weight group g of a panel lies in chunk g / kChunk.
@@ -224,53 +254,84 @@ struct Panels {
     const Weight& w;
     uint8_t* data;
 
-    // `from`: the row's blocks, unused past the last row. Returns whether every scale (float types: every weight) is finite.
-    bool write_row(int64_t row, const uint8_t* from) const {
+    // Panel p from its rows, one after the other, up to the last row there is. Returns the first row with a scale (float types: a weight) that
+    // is not finite, or -1.
+    int64_t write(int64_t p, const uint8_t* from, int64_t row_bytes) const {
+        const int rows = int(std::min<int64_t>(w.rows - p * kLanes, kLanes));
+        uint8_t* panel = data + p * w.panel_bytes;
+        uint32_t bad = 0; // a bit per row
         switch (w.codes) {
         case Codes::kF32:
-            return write_float_row<uint32_t>(row, from, 0x7f800000);
+            bad = write_floats<uint32_t>(panel, from, row_bytes, rows, 0x7f800000);
+            break;
         case Codes::kF16:
-            return write_float_row<uint16_t>(row, from, 0x7c00);
+            bad = write_floats<uint16_t>(panel, from, row_bytes, rows, 0x7c00);
+            break;
         case Codes::kBF16:
-            return write_float_row<uint16_t>(row, from, 0x7f80);
+            bad = write_floats<uint16_t>(panel, from, row_bytes, rows, 0x7f80);
+            break;
         default:
-            return write_quantised_row(row, from);
+            bad = write_chunks(panel, from, row_bytes, rows);
         }
+        return bad ? p * kLanes + std::countr_zero(bad) : -1;
     }
 
-    template <class Bits> bool write_float_row(int64_t row, const uint8_t* from, Bits exponent) const {
-        Bits* to = reinterpret_cast<Bits*>(data + row / kLanes * w.panel_bytes) + row % kLanes;
-        bool finite = true;
-        for (int64_t k = 0; k < w.cols; k++) {
-            Bits bits;
-            std::memcpy(&bits, from + k * int64_t(sizeof bits), sizeof bits);
-            to[k * kLanes] = bits;
-            finite &= (bits & exponent) != exponent;
-        }
-        return finite;
+    template <class Bits> uint32_t write_floats(uint8_t* panel, const uint8_t* from, int64_t row_bytes, int rows, Bits exponent) const {
+        constexpr int64_t kColumns = 128; // of a panel, few enough to stay in the nearest cache until all rows have written theirs
+        Bits* to = reinterpret_cast<Bits*>(panel);
+        uint32_t bad = 0;
+        for (int64_t first = 0; first < w.cols; first += kColumns)
+            for (int row = 0; row < rows; row++) {
+                bool all = true;
+                for (int64_t k = first; k < std::min(w.cols, first + kColumns); k++) {
+                    Bits bits;
+                    std::memcpy(&bits, from + row * row_bytes + k * int64_t(sizeof bits), sizeof bits);
+                    to[k * kLanes + row] = bits;
+                    all &= (bits & exponent) != exponent;
+                }
+                bad |= uint32_t(!all) << row;
+            }
+        return bad;
     }
 
-    uint8_t* writable(const uint8_t* p) const { return data + (p - data); }
-
-    bool write_quantised_row(int64_t row, const uint8_t* from) const {
-        const bool pad = row >= w.rows;
-        Unpacked u{};
-        if (pad && !w.codebook)
-            std::fill(std::begin(u.code), std::end(u.code), uint8_t(w.offset));
-        const int lane = int(row % kLanes);
-        const int64_t scale_bytes = scale_block(w.scales, w.group).bytes;
-        const uint8_t* panel = data + row / kLanes * w.panel_bytes;
-        for (int64_t k = 0; k < w.cols; k += type.block) {
-            if (!pad)
-                type.unpack(from + k / type.block * type.bytes, u);
-            const Spot spot = chunk_of(w, panel, k / w.group);
-            const int64_t in = k % (kChunk * w.group); // type.block divides a chunk
-            for (int64_t i = 0; i < type.block; i += 32)
-                write_group(w.codes, u.code + i, writable(spot.codes) + (in + i) / 32 * code_group_bytes(w.codes), lane);
-            if (!write_scales(w, u, writable(spot.chunk) + in / type.block * scale_bytes, lane))
-                return false;
+    // Chunk by chunk: a chunk stays in the nearest cache until all rows have written theirs.
+    uint32_t write_chunks(uint8_t* panel, const uint8_t* from, int64_t row_bytes, int rows) const {
+        if (rows < kLanes)
+            std::memset(panel, 0, size_t(w.panel_bytes)); // scales of pad rows
+        const ScaleBlock form = scale_block(w.scales, w.group);
+        uint32_t bad = 0;
+        uint8_t* chunk = panel;
+        for (int64_t g = 0; g < w.groups; g += kChunk) {
+            const int64_t groups = std::min(kChunk, w.groups - g), k = groups * w.group;
+            uint8_t *codes = chunk + chunk_codes_at(w, groups), *scales_end = chunk + k / form.k * form.bytes;
+            std::memset(scales_end, 0, size_t(codes - scales_end));
+            for (int row = 0; row < rows; row++)
+                bad |= uint32_t(!type.write(from + row * row_bytes + g * w.group / type.block * type.bytes, groups, chunk, codes, row))
+                       << row;
+            for (int row = rows; row < kLanes; row++)
+                write_pad(codes, k / 32, row);
+            chunk += chunk_bytes(w, groups);
         }
-        return true;
+        std::memset(chunk, 0, size_t(panel + w.panel_bytes - chunk));
+        return bad;
+    }
+
+    // Codes of zero in 32-groups of a row that there is not.
+    void write_pad(uint8_t* codes, int64_t count, int row) const {
+        const Planes bits = planes(w.codes);
+        const int stored = w.codebook ? 0 : w.offset;
+        const auto line = [&](int from, int n) { // a byte of codes that all have these bits
+            int byte = 0;
+            for (int at = 0; at < 8; at += n)
+                byte |= (stored >> from & ((1 << n) - 1)) << at;
+            return byte;
+        };
+        for (int64_t i = 0; i < count; i++) {
+            for (int j = 0; j < bits.low; j++, codes += 64)
+                std::memset(codes + 4 * row, line(0, bits.low), 4);
+            for (int j = 0; j < bits.high; j++, codes += 64)
+                std::memset(codes + 4 * row, line(bits.low, bits.high), 4);
+        }
     }
 };
 
@@ -332,15 +393,8 @@ Outcome write_panels(const Panels& panels, const BlockRows& blocks, int64_t row_
                 failed = error;
                 break;
             }
-            if (is_integer(panels.w.codes)) // what lies behind the last chunk
-                std::memset(panels.data + (p + 1) * panels.w.panel_bytes - 64, 0, 64);
-            for (int64_t row = p * kLanes; row < (p + 1) * kLanes; row++) {
-                if (!is_integer(panels.w.codes) && row >= rows)
-                    break;
-                if (panels.write_row(row, row < rows ? from + row % kLanes * row_bytes : nullptr))
-                    continue;
-                for (int64_t seen = bad; row < seen && !bad.compare_exchange_weak(seen, row);) {
-                }
+            const int64_t row = panels.write(p, from, row_bytes);
+            for (int64_t seen = bad; row >= 0 && row < seen && !bad.compare_exchange_weak(seen, row);) {
             }
         }
     };
@@ -453,6 +507,8 @@ int64_t packed_bytes(int32_t ggml_type, int64_t rows, int64_t cols) {
     const Weight w = shape_of(*find(ggml_type), rows, cols);
     return __builtin_mul_overflow(panel_count(w), w.panel_bytes, &bytes) ? -1 : bytes;
 }
+
+Weight weight_shape(int32_t ggml_type, int64_t rows, int64_t cols) { return checked(known(ggml_type), rows, cols); }
 
 Weight pack_panels(int32_t ggml_type, const BlockRows& blocks, int64_t rows, int64_t cols, uint8_t* panels, int threads) {
     const Type& type = known(ggml_type);

@@ -23,6 +23,9 @@ const char* ggml_type_name(int32_t ggml_type);
 int64_t ggml_row_bytes(int32_t ggml_type, int64_t cols);             // -1 when cols does not fit the block size
 int64_t packed_bytes(int32_t ggml_type, int64_t rows, int64_t cols); // size of its panels; -1 for what pack_weight refuses
 
+// A weight of this type and shape that has no panels yet. Throws std::invalid_argument when packed_bytes refuses it.
+Weight weight_shape(int32_t ggml_type, int64_t rows, int64_t cols);
+
 // Rows of ggml blocks: in memory one after the other, or in a file, `stride` bytes from row to row, read as they are packed.
 struct BlockRows {
     const uint8_t* data = nullptr; // null: in the file
