@@ -329,6 +329,7 @@ void bind_step(nb::module_& m) {
             d["expert_rows"] = c.expert_rows;
             d["experts_touched"] = c.experts_touched;
             d["expert_bytes_touched"] = c.expert_bytes_touched;
+            d["weight_bytes_loaded"] = c.weight_bytes_loaded;
             return d;
         });
 

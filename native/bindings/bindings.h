@@ -35,5 +35,6 @@ template <typename T> nb::ndarray<nb::numpy, T> shared_array(std::initializer_li
 void bind_machine(nb::module_& m);
 void bind_model(nb::module_& m);
 void bind_sample(nb::module_& m);
+void bind_source(nb::module_& m);
 
 } // namespace quaff

@@ -7,4 +7,5 @@ NB_MODULE(_native, m) {
     quaff::bind_machine(m);
     quaff::bind_model(m);
     quaff::bind_sample(m);
+    quaff::bind_source(m);
 }

@@ -73,7 +73,7 @@ struct ModelWeight {
     PackedWeight matrix;
     std::vector<float> vector;
     std::vector<PackedWeight> experts; // all of one shape and type
-    bool is_vector() const { return !matrix.storage && experts.empty(); }
+    bool is_vector() const { return matrix.bytes == 0 && experts.empty(); }
     const Weight& shape() const { return experts.empty() ? matrix.w : experts.front().w; }
 };
 
@@ -81,6 +81,8 @@ struct Stage {
     std::shared_ptr<const Program> program;
     std::vector<std::shared_ptr<const ModelWeight>> weights;
 };
+
+class WeightSource;
 
 class Model {
 public:
@@ -93,7 +95,8 @@ public:
     const int64_t dim, vocab;
     std::vector<std::shared_ptr<RopeTable>> ropes;
     std::vector<Stage> stages;
-    size_t last_mixer = 0; // last stage that leaves state behind: later ones run only for rows whose logits are wanted
+    std::shared_ptr<WeightSource> source; // of weights that are not in memory; null: all are
+    size_t last_mixer = 0;                // last stage that leaves state behind: later ones run only for rows whose logits are wanted
 };
 
 } // namespace quaff

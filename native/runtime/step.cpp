@@ -77,8 +77,49 @@ StepRun::StepRun(Runtime& runtime, Model& model, const std::vector<const PagePoo
     }
 }
 
+namespace {
+
+// A step's use of a weight source, which ends with it.
+class Pass {
+public:
+    Pass(WeightSource& source, std::span<const int32_t> cell_stages, const std::atomic<bool>& cancelled)
+        : source_(source), before_(source.counters().disk_bytes) {
+        source_.begin(cell_stages, cancelled);
+    }
+    ~Pass() { source_.end(whole_); }
+    Pass(const Pass&) = delete;
+    Pass& operator=(const Pass&) = delete;
+
+    void done() { whole_ = true; }
+    int64_t bytes() const { return source_.counters().disk_bytes - before_; }
+
+private:
+    WeightSource& source_;
+    const int64_t before_;
+    bool whole_ = false;
+};
+
+} // namespace
+
 StepResult StepRun::run() {
     FloatEnvironment environment;
+    if (model_.source) {
+        Pass pass(*model_.source, in_.cell_stage, control_.cancelled);
+        try {
+            run_cells();
+            if (result_.cells_done == static_cast<int64_t>(in_.cell_stage.size()))
+                pass.done();
+        } catch (const Cancelled&) { // in the middle of a cell, which does not count
+        }
+        result_.counters.weight_bytes_loaded = pass.bytes();
+    } else {
+        run_cells();
+    }
+    result_.poisoned.assign(poisoned_.begin(), poisoned_.end());
+    return std::move(result_);
+}
+
+void StepRun::run_cells() {
     const auto cells = static_cast<int64_t>(in_.cell_stage.size());
     for (int64_t c = 0; c < cells; ++c) {
         if (control_.cancelled.load(std::memory_order_relaxed))
@@ -92,8 +133,6 @@ StepResult StepRun::run() {
         control_.cells_done.store(c + 1, std::memory_order_relaxed);
         result_.cells_done = c + 1;
     }
-    result_.poisoned.assign(poisoned_.begin(), poisoned_.end());
-    return std::move(result_);
 }
 
 void StepRun::check_rows() {
@@ -237,6 +276,9 @@ void StepRun::reserve() {
 
 void StepRun::run_stage(size_t index) {
     const Stage& stage = model_.stages[index];
+    stage_ = static_cast<int32_t>(index);
+    if (model_.source)
+        model_.source->enter(stage_);
     uint8_t* at = buffers_;
     floats_.clear();
     ints_.clear();
@@ -341,12 +383,35 @@ std::vector<int64_t> StepRun::row_blocks() const {
 
 void StepRun::embed(const Stage& stage, const Op& op) {
     const ModelWeight& table = weight(stage, op.weights[0]);
+    const bool read = model_.source && model_.source->reads_rows(table);
+    if (read)
+        read_embeddings(table, op);
     each_row([&](int64_t i, int) {
         float* row = source_row(op.outputs[0], i);
-        dequantize_rows(table.matrix.w, in_.tokens[cell_rows_[static_cast<size_t>(i)]], 1, row);
+        if (!read)
+            dequantize_rows(table.matrix.w, in_.tokens[cell_rows_[static_cast<size_t>(i)]], 1, row);
         k_.scale(row, op.floats[0], source_width(op.outputs[0]));
     });
     result_.counters.embedding_bytes_touched += cell_size() * table.matrix.bytes / table.matrix.w.rows;
+}
+
+// Every token's row once from the file; rows of the same token are copies.
+void StepRun::read_embeddings(const ModelWeight& table, const Op& op) {
+    std::vector<std::pair<int32_t, int32_t>> sorted; // token, row of the cell
+    for (size_t i = 0; i < cell_rows_.size(); ++i)
+        sorted.push_back({in_.tokens[cell_rows_[i]], static_cast<int32_t>(i)});
+    std::sort(sorted.begin(), sorted.end());
+    std::vector<std::pair<int32_t, float*>> first;
+    for (const auto& [token, i] : sorted)
+        if (first.empty() || first.back().first != token)
+            first.push_back({token, source_row(op.outputs[0], i)});
+    model_.source->read_rows(table, first);
+    auto of_token = first.begin();
+    for (const auto& [token, i] : sorted) {
+        of_token += of_token->first != token;
+        if (float* row = source_row(op.outputs[0], i); row != of_token->second)
+            std::copy_n(of_token->second, source_width(op.outputs[0]), row);
+    }
 }
 
 void StepRun::rms_norm(const Stage& stage, const Op& op) {

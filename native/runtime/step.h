@@ -18,7 +18,7 @@ struct Control {
 struct Counters { // batch.Counters says what each one counts; head_... are all stages after the last mixer
     int64_t weight_bytes_touched = 0, embedding_bytes_touched = 0, head_bytes_touched = 0, launches = 0, macs = 0, attention_macs = 0,
             state_macs = 0, head_macs = 0, head_rows = 0, kv_bytes_written = 0, expert_rows = 0, experts_touched = 0,
-            expert_bytes_touched = 0;
+            expert_bytes_touched = 0, weight_bytes_loaded = 0;
 };
 
 struct StepInput {
@@ -60,7 +60,7 @@ public:
     int64_t owned_launches() const { return owned_; }
     int64_t shared_launches() const { return shared_; }
 
-    // Throws std::invalid_argument before anything is computed, std::bad_alloc when scratch cannot grow.
+    // Throws std::invalid_argument before anything is computed, std::bad_alloc when scratch cannot grow, SourceError when weights cannot be read.
     StepResult step(Model& model, const std::vector<const PagePool*>& pools, const std::vector<const StatePool*>& states,
                     const StepInput& input, Control& control);
 

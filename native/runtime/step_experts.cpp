@@ -101,6 +101,17 @@ void StepRun::route(const Stage& stage, const Op& op) {
             w[j] = w[j] * op.floats[0];
     });
     sort_slots(op);
+    if (model_.source && model_.source->streams_experts(stage_))
+        model_.source->choose_experts(stage_, chosen_experts(op));
+}
+
+// Those that a row of the cell has chosen, ascending.
+std::vector<int32_t> StepRun::chosen_experts(const Op& op) const {
+    std::vector<int32_t> chosen;
+    for (int32_t e = 0; e < op.ints[op.kind == OpKind::kRoute ? 0 : 1]; ++e)
+        if (expert_begin_[static_cast<size_t>(e) + 1] > expert_begin_[static_cast<size_t>(e)])
+            chosen.push_back(e);
+    return chosen;
 }
 
 // Counting sort of (row, expert) pairs by expert: rows of an expert stay in order.
@@ -143,23 +154,33 @@ void StepRun::gather(const Op& op) {
     });
 }
 
-// One ragged product: a unit is a range of panels of one matrix of one chosen expert, for all slots of that expert.
 void StepRun::expert_linear(const Stage& stage, const Op& op, bool tail) {
+    const int64_t slots = cell_size() * program_->slots;
+    auto& c = result_.counters;
+    for (size_t j = 0; j < op.outputs.size(); ++j) {
+        const Weight& w = weight(stage, op.weights[j]).shape();
+        (tail ? c.head_macs : c.macs) += slots * w.rows * w.cols;
+    }
+    if (!model_.source || !model_.source->streams_experts(stage_))
+        return multiply_experts(stage, op, chosen_experts(op));
+    while (const std::vector<int32_t>* there = model_.source->next_experts(op))
+        multiply_experts(stage, op, *there);
+}
+
+// One ragged product: a unit is a range of panels of one matrix of one expert, for all slots of that expert.
+void StepRun::multiply_experts(const Stage& stage, const Op& op, const std::vector<int32_t>& experts) {
     struct Unit {
         size_t args;
         int64_t begin, end;
     };
     const size_t n = op.outputs.size();
-    const int64_t slots = cell_size() * program_->slots;
     std::vector<QuantRows> x;
     std::vector<LinearArgs> args;
     std::vector<Unit> units;
-    x.reserve(static_cast<size_t>(op.ints[1])); // args keep pointers into it
-    auto& c = result_.counters;
-    for (size_t e = 0; e < static_cast<size_t>(op.ints[1]); ++e) {
+    x.reserve(experts.size()); // args keep pointers into it
+    for (const int32_t number : experts) {
+        const auto e = static_cast<size_t>(number);
         const int64_t first = expert_begin_[e], rows = expert_begin_[e + 1] - first;
-        if (rows == 0)
-            continue;
         if (op.inputs[0] != kNone)
             x.push_back(rows_from(quant(op.inputs[0]), first));
         for (size_t j = 0; j < n; ++j) {
@@ -182,12 +203,8 @@ void StepRun::expert_linear(const Stage& stage, const Op& op, bool tail) {
             for (int64_t begin = 0; begin < panels; begin += claim)
                 units.push_back({args.size(), begin, std::min(panels, begin + claim)});
             args.push_back(a);
-            c.expert_bytes_touched += m.bytes;
+            result_.counters.expert_bytes_touched += m.bytes;
         }
-    }
-    for (size_t j = 0; j < n; ++j) {
-        const Weight& w = weight(stage, op.weights[j]).shape();
-        (tail ? c.head_macs : c.macs) += slots * w.rows * w.cols;
     }
     rt_.pool_.run(static_cast<int64_t>(units.size()), [&](int64_t u, int worker) {
         const Unit& unit = units[static_cast<size_t>(u)];

@@ -59,8 +59,8 @@ LinearArgs StepRun::linear_args(const Stage& stage, const Op& op, size_t j, int6
 void StepRun::linear(const Stage& stage, const Op& op, bool tail) {
     const size_t n = op.weights.size() / 2;
     const int64_t rows = cell_size();
+    logits_map_.clear();
     if (std::find(op.outputs.begin(), op.outputs.end(), kLogits) != op.outputs.end()) {
-        logits_map_.clear();
         for (const int32_t row : cell_rows_)
             logits_map_.push_back(logits_index_[static_cast<size_t>(row)]);
     }
@@ -80,9 +80,27 @@ void StepRun::linear(const Stage& stage, const Op& op, bool tail) {
         (tail ? c.head_bytes_touched : c.weight_bytes_touched) += m.bytes;
         (tail ? c.head_macs : c.macs) += rows * m.w.rows * m.w.cols;
     }
+    const int64_t blocks = model_.source && !logits_map_.empty() ? model_.source->head_blocks(stage_) : 0;
+    if (blocks == 0)
+        return multiply(args, n);
+    for (int64_t b = 0; b < blocks; ++b) {
+        const WeightSource::Block block = model_.source->head_block(stage_, b);
+        std::vector<LinearArgs> part = args;
+        for (LinearArgs& a : part) {
+            a.w = &block.w;
+            a.out += block.first;
+            a.bias = a.bias ? a.bias + block.first : nullptr;
+        }
+        multiply(part, n);
+    }
+}
+
+// One launch for args[block][weight].
+void StepRun::multiply(const std::vector<LinearArgs>& args, size_t n) {
+    const size_t blocks = args.size() / n;
     std::vector<int64_t> first(n + 1, 0), claim(n);
     for (size_t j = 0; j < n; ++j) {
-        claim[j] = panels_per_claim(*args[j].w, x.size() > 1);
+        claim[j] = panels_per_claim(*args[j].w, blocks > 1);
         first[j + 1] = first[j] + (panel_count(*args[j].w) + claim[j] - 1) / claim[j];
     }
     const auto one = [&](int64_t u, int worker) {
@@ -95,7 +113,7 @@ void StepRun::linear(const Stage& stage, const Op& op, bool tail) {
         (of_block[j].x ? k_.linear_int : k_.linear_float)(&of_block[j], begin, end, worker_scratch(worker));
     };
     // With a block for each worker the even stretches of the pool are the blocks.
-    rt_.pool_.run(first[n] * static_cast<int64_t>(x.size()), one);
+    rt_.pool_.run(first[n] * static_cast<int64_t>(blocks), one);
 }
 
 // Every head's part of the input times a matrix of its own.

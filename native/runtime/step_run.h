@@ -2,6 +2,7 @@
 // experts have files of their own, step_linear.cpp, step_attend.cpp, step_state.cpp and step_experts.cpp.
 #pragma once
 #include "dispatch.h"
+#include "source.h"
 #include "step.h"
 
 #include <algorithm>
@@ -48,6 +49,7 @@ private:
     static const ModelWeight& weight(const Stage& stage, int32_t slot) { return *stage.weights[static_cast<size_t>(slot)]; }
     int64_t cell_size() const { return static_cast<int64_t>(cell_rows_.size()); }
     uint8_t* worker_scratch(int worker) const { return scratch_ + scratch_bytes_ * static_cast<size_t>(worker); }
+    void run_cells();
     void run_stage(size_t index);
     void run_op(const Stage& stage, const Op& op, bool tail);
 
@@ -109,6 +111,7 @@ private:
     }
 
     void embed(const Stage& stage, const Op& op);
+    void read_embeddings(const ModelWeight& table, const Op& op);
     void rms_norm(const Stage& stage, const Op& op);
     void rope(const Op& op);
     void glu(const Op& op);
@@ -121,13 +124,16 @@ private:
     int64_t panels_per_claim(const Weight& w, bool owned) const;
     LinearArgs linear_args(const Stage& stage, const Op& op, size_t j, int64_t row, int64_t end, const QuantRows* x) const;
     void linear(const Stage& stage, const Op& op, bool tail);
+    void multiply(const std::vector<LinearArgs>& args, size_t weights);
     void head_linear(const Stage& stage, const Op& op, bool tail);
 
     // ---- step_experts.cpp ----
     void route(const Stage& stage, const Op& op);
     void sort_slots(const Op& op);
+    std::vector<int32_t> chosen_experts(const Op& op) const;
     void gather(const Op& op);
     void expert_linear(const Stage& stage, const Op& op, bool tail);
+    void multiply_experts(const Stage& stage, const Op& op, const std::vector<int32_t>& experts);
     void combine(const Op& op);
     void gate(const Stage& stage, const Op& op);
 
@@ -184,6 +190,7 @@ private:
     float* residual_ = nullptr;
     uint8_t *buffers_ = nullptr, *scratch_ = nullptr;
     size_t scratch_bytes_ = 0;
+    int32_t stage_ = 0; // that runs
     const Program* program_ = nullptr;
     std::vector<float*> floats_;
     std::vector<QuantRows> ints_;

@@ -1,6 +1,7 @@
 """Types of the native module. Arrays are C-contiguous NumPy arrays; a wrong shape or dtype raises TypeError or ValueError."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -117,6 +118,38 @@ class Model:
     def add_stage(self, program: Program, weights: Sequence[Weight]) -> int: ...
     @property
     def stages(self) -> int: ...
+
+class SourceError(OSError):
+    """Weights cannot be read: the message says which, where and why."""
+
+class WeightSource:
+    """Weights that stay in their files: `readers` threads, each with a buffer of `buffer_bytes`, a multiple of 4096, bring them.
+
+    files: (path, bytes, time of modification in ns), as they were when their headers were read. SourceError when one is not.
+    """
+
+    def __init__(self, files: Sequence[tuple[str, int, int]], readers: int, buffer_bytes: int) -> None: ...
+    def add(
+        self,
+        name: str,
+        ggml_type: int,
+        matrices: int,  # of a stack, else 0
+        rows: int,
+        cols: int,
+        file: int,
+        offset: int,
+        matrix_stride: int,
+        row_stride: int,  # of rows of ggml blocks
+        packed: bool,  # panels as Weight has them
+    ) -> Weight: ...  # without panels
+    def bind(self, model: Model, slots: int, pinned: Sequence[int], pin_tables: bool, head_rows: int, expert_bytes: int) -> None: ...
+    # once, when the model has its stages. `pinned`: stages that are read once and kept; token tables with pin_tables, else by rows.
+    # A head of more than head_rows rows (a multiple of 16) is cut. expert_bytes: of chosen experts that are in memory at once
+    def stop(self) -> None: ...  # steps that need it fail from then on
+    @property
+    def memory_bytes(self) -> int: ...  # slots, buffers, and what is kept once it has been read
+    @property
+    def counters(self) -> dict[str, Any]: ...  # sums; see weights.plan.StreamCounters
 
 class Control:
     """Shared with a running step from any thread: cancel word and progress."""

@@ -5,7 +5,7 @@ Every step's native counters must equal the prediction for the order that was as
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -21,10 +21,14 @@ from quaff.config import Activations, KVDtype
 from quaff.engine.runner import Runner
 from quaff.graph.builder import build_graph
 from quaff.graph.program import Graph
+from quaff.measure.memory import packed_sizes
 from quaff.models import read_model
 from quaff.schedule import Cell, Order, predict
 from quaff.weights.budget import Accountant
+from quaff.weights.layout import model_layout
+from quaff.weights.plan import Plan
 from quaff.weights.resident import ResidentWeights
+from quaff.weights.streamed import StreamedWeights
 
 WHOLE = Order("chunk", 1 << 20)
 ISAS = _native.available_isas()
@@ -66,15 +70,22 @@ class Tinyrun:
         fuse: bool = True,
         graph: Graph | None = None,
         kv_dtype: KVDtype = "float16",
+        stream: Callable[[Graph, Mapping[str, int]], Plan] | None = None,
     ) -> None:
-        """Write `tiny` to `path` (None: the file is there) and load it, packed by our own reader."""
+        """Write `tiny` to `path` (None: the file is there) and load it, packed by our own reader, or streamed by a plan of the graph and
+        the packed bytes of its weights."""
         if tiny is not None:
             tiny.write(path)
         with open_checkpoint(path) as checkpoint:
             model = read_model(checkpoint)
             self.graph = graph or build_graph(model.config, model.family, model.tensors, activations, fuse, kv_dtype)
             accountant = Accountant()
-            self.weights = ResidentWeights(model.views, 1, accountant)
+            self.weights: ResidentWeights | StreamedWeights
+            if stream is None:
+                self.weights = ResidentWeights(model.views, 1, accountant)
+            else:
+                plan = stream(self.graph, packed_sizes(model.tensors))
+                self.weights = StreamedWeights(self.graph, model_layout(model.views), plan, accountant, 1)
         self.vocab = model.config.vocab
         self.pools = [
             _native.PagePool(len(kind.layers), kind.kv_heads, kind.dim, kind.value_dim, kind.value_bytes) for kind in self.graph.kv_kinds

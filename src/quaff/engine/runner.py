@@ -10,19 +10,20 @@ from numpy.typing import NDArray
 
 from quaff import _native
 from quaff.batch import Batch, Counters, Logits
-from quaff.errors import ConfigError, MemoryBudgetError
+from quaff.errors import CheckpointError, ConfigError, MemoryBudgetError
 from quaff.graph.program import Graph, Op, StageSpec
 from quaff.schedule import Cell, CompiledSchedule, Grid, Order, StageCost, compile_cells, compile_order, predict, stage_costs
 from quaff.weights.budget import Accountant
 from quaff.weights.plan import StreamCounters
 from quaff.weights.resident import ResidentWeights
+from quaff.weights.streamed import StreamedWeights
 
-# About 50 ms of one core: longer steps run beside a thread that reports progress and answers Ctrl-C, shorter ones need neither.
+# About 50 ms of one core: longer steps, and those that wait for a disk, run beside a thread that reports progress and answers Ctrl-C.
 LONG_STEP_MACS = 4_000_000_000
 POLL_SECONDS = 0.05
 
 
-def bind_model(graph: Graph, weights: ResidentWeights) -> _native.Model:
+def bind_model(graph: Graph, weights: ResidentWeights | StreamedWeights) -> _native.Model:
     """Native programs of a graph with weights bound; stages with equal programs share one."""
     model = _native.Model(graph.config.dim, graph.config.vocab)
     for rope in graph.ropes:
@@ -35,6 +36,8 @@ def bind_model(graph: Graph, weights: ResidentWeights) -> _native.Model:
             ops = [(int(op.kind), op.inputs, op.outputs, op.weights, op.ints, op.floats) for op in spec.ops]
             programs[spec] = _native.Program(spec.buffers, ops, spec.slots)
         model.add_stage(programs[spec], [weights[name] for name in stage.weights])
+    if isinstance(weights, StreamedWeights):
+        weights.bind(model)
     return model
 
 
@@ -44,7 +47,7 @@ class Runner:
     def __init__(
         self,
         graph: Graph,
-        weights: ResidentWeights,
+        weights: ResidentWeights | StreamedWeights,
         pools: Sequence[_native.PagePool],
         threads: int,
         accountant: Accountant,
@@ -65,6 +68,7 @@ class Runner:
         self._scratch_rows_bytes = 0
         self._held_logits_bytes = 0
         self._op_seconds: NDArray[np.float64] | None = None
+        self._streamed = isinstance(weights, StreamedWeights)
         self.set_threads(threads)
 
     def set_threads(self, threads: int) -> None:
@@ -109,7 +113,7 @@ class Runner:
         """Run a batch in an order, checked first (ScheduleError).
 
         `on_work` gets the multiply-accumulates done in this step, several times a second while it runs. A cancelled step returns the
-        rows that are finished. Raises MemoryBudgetError before scratch memory is taken.
+        rows that are finished. Raises MemoryBudgetError before scratch memory is taken, CheckpointError when weights cannot be read.
         """
         grid = self.grid(batch)
         schedule = compile_order(grid, order) if isinstance(order, Order) else compile_cells(grid, order)
@@ -125,6 +129,8 @@ class Runner:
             return self._finish(grid, schedule, wanted, values, result)
         except MemoryError:
             raise MemoryBudgetError("the system has no memory left for this step; use a smaller chunk or a shorter prompt") from None
+        except _native.SourceError as error:
+            raise CheckpointError(str(error)) from None
         finally:
             self._accountant.give(more)
 
@@ -187,7 +193,7 @@ class Runner:
             self.control,
             self._op_seconds is not None,
         )
-        if sum(lengths) * self._macs_per_row < LONG_STEP_MACS:
+        if sum(lengths) * self._macs_per_row < LONG_STEP_MACS and not self._streamed:
             return self._runtime.step(*arguments)
         return self._watched(lambda: self._runtime.step(*arguments), on_work)
 
