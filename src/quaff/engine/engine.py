@@ -259,7 +259,7 @@ class Engine:
                 self._fork(request, request.base, request.base_tokens)
                 request.base, request.base_tokens = None, ()
             self._requests[request.id] = request
-            if request.params is not None and request.params.max_tokens == 0:
+            if request.params is not None and request.params.max_tokens == 0 and request.params.prompt_logprobs is None:
                 self._finish(request, "length")
             elif not self._follow(request):
                 self._waiting.append(request)
@@ -644,6 +644,8 @@ class Engine:
             if params.prompt_logprobs is not None:
                 request.prompt_logprobs.append(describe(row, request.tokens[position + 1], params.prompt_logprobs, position))
             return None
+        if not params.max_tokens:
+            return "length"
         constraint = request.constraint
         token = sample(params, row, request.tokens, request.prompt_tokens, constraint.allowed() if constraint is not None else None)
         if params.logprobs is not None:

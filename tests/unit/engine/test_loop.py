@@ -24,9 +24,9 @@ PARAMS = SamplingParams(max_tokens=12, temperature=0.9, seed=3, ignore_eos=True)
 SECONDS = 60
 
 
-@pytest.fixture(scope="module")
-def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return CASES["llama-gqa"].write(tmp_path_factory.mktemp("loop") / "tiny.gguf")
+@pytest.fixture(scope="module", params=["llama-gqa"])
+def path(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return CASES[request.param].write(tmp_path_factory.mktemp("loop") / "tiny.gguf")
 
 
 @pytest.fixture
@@ -209,14 +209,19 @@ def cancel_in_step(llm: LLM, loop: EngineLoop, step: int, request: Request, monk
     return rows
 
 
+@pytest.mark.parametrize("path", ["llama-gqa", "gemma3", "qwen35", "lfm2"], indirect=True)
 def test_a_cancelled_prompt_ends_at_the_next_cell(llm: LLM, loop: EngineLoop, monkeypatch: pytest.MonkeyPatch) -> None:
     """Client gone (ds4 333): the step that computes for nobody else ends, what is finished stays, nothing more is computed."""
     gate, ear = Gate(loop), Ear()
-    request = loop.submit(prompt(300, 4000), ear, params=PARAMS)
+    request = loop.submit(prompt(300, 4000), ear, params=PARAMS, keep=True)
     rows = cancel_in_step(llm, loop, 5, request, monkeypatch)
     gate.opened.set()
     ear.all()
     assert (request.finish_reason, request.computed, rows) == ("cancelled", 4 * 64, [0])
+    with llm.prefill(request.tokens[: request.computed], logits="none").state as expected:
+        assert llm.engine.cache.kv_sha256(request.sequence) == expected.kv_sha256()
+    llm.engine.release(request.sequence)
+    llm.engine.sweep()
 
 
 def test_a_cancel_does_not_take_the_step_from_its_neighbours(llm: LLM, loop: EngineLoop, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -58,6 +58,14 @@ def test_log_probabilities_are_those_of_a_score(llm: LLM) -> None:
     assert generated(plain) == generated(request) and not plain.logprobs and not plain.prompt_logprobs
 
 
+def test_log_probabilities_of_a_prompt_alone(llm: LLM) -> None:
+    tokens = prompt(llm.config.vocab, 60, seed=1)
+    read, nothing = (llm.engine.submit(tokens, params=SamplingParams(max_tokens=0, prompt_logprobs=n)) for n in (0, None))
+    llm.engine.run([read, nothing])
+    assert [p.logprob for p in read.prompt_logprobs] == list(llm.score(tokens).logprobs)
+    assert (read.finish_reason, generated(read), nothing.finish_reason, nothing.computed) == ("length", [], "length", 0)
+
+
 def test_prompt_log_probabilities_with_a_warm_state(llm: LLM) -> None:
     """Logprobs with a warm cache (vllm 3251, 42019): rows that must be told are computed, whatever is there already."""
     tokens = prompt(llm.config.vocab, 60, seed=2)
