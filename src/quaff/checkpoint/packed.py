@@ -94,7 +94,8 @@ def encode_header(origin: Origin, metadata: Mapping[str, Any], entries: Sequence
 
 def _encoded(value: Any) -> Any:
     if isinstance(value, np.ndarray):
-        return {"dtype": value.dtype.newbyteorder("<").str, "base64": base64.b64encode(value.tobytes()).decode()}
+        little = value.astype(value.dtype.newbyteorder("<"))
+        return {"dtype": little.dtype.str, "base64": base64.b64encode(little.tobytes()).decode()}
     return value
 
 
@@ -174,7 +175,7 @@ def _origin(values: Mapping[str, Any]) -> Origin:
 
 def _decoded(key: str, value: Any) -> Any:
     """A metadata value as checkpoints have it."""
-    if isinstance(value, list) and all(isinstance(item, str) for item in value):
+    if isinstance(value, list) and len(kinds := {type(item) for item in value}) <= 1 and kinds <= {str, int, float, bool}:
         return value
     if isinstance(value, dict):
         dtype, text = value.get("dtype"), value.get("base64")

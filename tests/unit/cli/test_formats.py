@@ -69,3 +69,45 @@ def test_models_lists_the_registry(cli: Cli) -> None:
 
 def test_the_table_in_the_docs_is_up_to_date(cli: Cli) -> None:
     assert "\n\n" + cli("models").out in (ROOT / "docs" / "models.md").read_text(encoding="utf-8")
+
+
+def test_a_packed_file_runs_alike_under_every_verb(cli: Cli, folder: Path, model: Path, tmp_path: Path) -> None:
+    packed, of_folder = tmp_path / "m.quaff", tmp_path / "f.quaff"
+    assert cli("pack", model, packed).out.strip() == str(packed)
+    assert json.loads(cli("pack", folder, of_folder, "--quantize", "q4_0", "--json").out) == {
+        "path": str(of_folder),
+        "file_bytes": of_folder.stat().st_size,
+    }
+    for ours, theirs in (((packed,), (model,)), ((of_folder,), (folder, "--quantize", "q4_0"))):
+        found, expected = (json.loads(cli("run", *of, "--max-tokens", 8, "--json", stdin=b"hello").out) for of in (ours, theirs))
+        assert (found["text"], found["prompt_tokens"]) == (expected["text"], expected["prompt_tokens"])
+    text = tmp_path / "text.txt"
+    text.write_text("the rain in spain")
+    assert (
+        json.loads(cli("score", packed, text, "--json").out)["logprobs"] == json.loads(cli("score", model, text, "--json").out)["logprobs"]
+    )
+    for verb in (("verify", "--tokens", 130), ("explain", "-p", 64), ("bench", "-p", 16, "-n", 0, "-r", 1)):
+        assert cli(verb[0], packed, *verb[1:], "--json").code == 0
+    assert cli("chat", packed, "--max-tokens", 2, stdin=b"hi\n").code == 0
+    assert_error(cli("pack", packed, tmp_path / "again.quaff"), 1, "m.quaff is packed already")
+    assert_error(cli("pack", model, packed), 1, "m.quaff: exists already")
+    assert_error(cli("run", packed, "hi", "--quantize", "q8_0"), 1, "a file is taken as it is")
+
+
+def test_inspect_shows_and_checks_packed_files(cli: Cli, folder: Path, model: Path, tmp_path: Path) -> None:
+    packed, of_folder = tmp_path / "m.quaff", tmp_path / "f.quaff"
+    cli("pack", model, packed)
+    cli("pack", folder, of_folder, "--quantize", "q4_1")
+    report, plain = (json.loads(cli("inspect", path, "--json").out) for path in (packed, model))
+    assert report["format"] == "packed" and plain["packed_from"] is None
+    assert report["packed_from"] == {"name": model.name, "format": "GGUF", "file_bytes": model.stat().st_size}
+    for key in ("architecture", "name", "parameters", "context_length", "layers", "tokenizer", "vocabulary", "memory"):
+        assert report[key] == plain[key]
+    assert "packed from tiny (safetensors, q4_1)" in cli("inspect", of_folder).out
+    assert cli("inspect", packed, "--check").code == 0
+    assert_error(cli("inspect", model, "--check"), 1, "--check compares with the hashes of a packed file, and this is none")
+    content = bytearray(packed.read_bytes())
+    content[-8192] ^= 4
+    packed.write_bytes(content)
+    assert cli("inspect", packed).code == 0
+    assert_error(cli("inspect", packed, "--check"), 1, "m.quaff: damaged packed file: the bytes of tensor", "pack the model again")
