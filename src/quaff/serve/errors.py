@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from pydantic import ValidationError
 
-from quaff.errors import ConfigError, MemoryBudgetError, PromptError, QuaffError, UnsupportedError
+from quaff.errors import ConfigError, MemoryBudgetError, PromptError, QuaffError, QueueFullError, UnsupportedError
 
 Shape = Literal["openai", "anthropic"]
 
@@ -75,6 +75,8 @@ def as_api_error(error: BaseException) -> ApiError | None:
         return error
     if isinstance(error, ValidationError):
         return _invalid_body(error)
+    if isinstance(error, QueueFullError):
+        return ApiError(429, str(error), code="queue_full", headers={"Retry-After": str(error.retry_after_seconds)})
     if isinstance(error, REFUSED):
         return ApiError(400, str(error))
     if isinstance(error, QuaffError):

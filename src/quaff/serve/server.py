@@ -20,6 +20,10 @@ from quaff.serve.service import Service
 Load = Callable[[LoadProgress], LLM]
 """Loads the model; what the progress function raises must end it."""
 
+POLL_SECONDS = 0.1
+GRACE_SECONDS = 5
+"""How long it may take to tell clients that their answers were cut off."""
+
 
 class _Stopped(Exception):
     """The server was told to stop while the model was being loaded."""
@@ -65,7 +69,7 @@ class Server:
                 access_log=False,
                 proxy_headers=False,
                 server_header=False,
-                timeout_graceful_shutdown=settings.drain_seconds,
+                timeout_graceful_shutdown=settings.drain_seconds + GRACE_SECONDS,
             )
         )
 
@@ -90,13 +94,12 @@ class Server:
 
     @asynccontextmanager
     async def _life(self) -> AsyncIterator[None]:
-        loading = asyncio.create_task(self._open())
+        loading, draining = asyncio.create_task(self._open()), asyncio.create_task(self._drain())
         try:
             yield
         finally:
             self._stopping.set()
-            await loading
-            await asyncio.to_thread(self._service.close)
+            await asyncio.gather(loading, draining)
 
     async def _open(self) -> None:
         def progress(what: str, done: int, total: int) -> None:
@@ -112,3 +115,14 @@ class Server:
         except BaseException as error:
             self._failure = error
             self.stop()
+
+    async def _drain(self) -> None:
+        """Once the server is to stop: let running answers end, then cut off the others, which then say so to their clients."""
+        while not self._server.should_exit:
+            await asyncio.sleep(POLL_SECONDS)
+        self._stopping.set()
+        for _ in range(round(self._service.settings.drain_seconds / POLL_SECONDS)):
+            if not self._server.server_state.tasks:
+                break
+            await asyncio.sleep(POLL_SECONDS)
+        await asyncio.to_thread(self._service.close)

@@ -48,12 +48,12 @@ async def tokenize(request: Request) -> Response:
     service = service_of(request)
     llm = service.llm
     body = await read_body(request, TokenizeBody)
-    if body.messages is not None:
-        ids = await service.blocking(tokens_of, llm, body.conversation())
-    elif body.content is not None:
-        ids = await service.blocking(llm.tokenizer.encode, body.content, body.add_special, body.parse_special)
-    else:
+    if (body.content is None) == (body.messages is None):
         raise ApiError(400, "give either content, a text, or messages, a conversation", param="content")
+    if body.content is None:
+        ids = await service.blocking(tokens_of, llm, body.conversation())
+    else:
+        ids = await service.blocking(llm.tokenizer.encode, body.content, body.add_special, body.parse_special)
     tokens: list[Any] = [{"id": t, "piece": llm.tokenizer.token_text(t)} for t in ids] if body.with_pieces else ids
     return JSONResponse({"tokens": tokens, "count": len(ids), "max_model_len": llm.context})
 

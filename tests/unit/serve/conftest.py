@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -27,12 +27,15 @@ WAIT_SECONDS = 60.0
 class Live:
     """A server that runs. `llm` is its model: what is asked of it directly must equal what the server answers."""
 
-    url: str
+    address: tuple[str, int]
     service: Service
     llm: LLM
+    stop: Callable[[], None]
+    url: str = field(init=False)
     client: openai.OpenAI = field(init=False)
 
     def __post_init__(self) -> None:
+        self.url = f"http://{self.address[0]}:{self.address[1]}"
         self.client = openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=WAIT_SECONDS)
 
 
@@ -58,7 +61,7 @@ def serving(path: Path, settings: Settings, policy: Policy | None = None, **opti
         thread.start()
         try:
             assert ready.wait(WAIT_SECONDS)
-            yield Live(f"http://127.0.0.1:{sock.getsockname()[1]}", service, models[0])
+            yield Live(sock.getsockname(), service, models[0], server.stop)
         finally:
             server.stop()
             thread.join(WAIT_SECONDS)

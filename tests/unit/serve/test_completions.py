@@ -61,6 +61,14 @@ def test_an_echo_with_logprobs_scores_the_prompt(live: Live, stream: bool) -> No
     assert columns["text_offset"] == [sum(map(len, columns["tokens"][:i])) for i in range(len(columns["tokens"]))]
 
 
+def test_no_tokens_at_all_can_be_asked_for(live: Live) -> None:
+    reply = live.client.completions.create(model="tiny", prompt="only score me", max_tokens=0, echo=True, logprobs=0)
+    (choice,) = reply.choices
+    assert choice.text == "only score me" and choice.finish_reason == "length"
+    assert choice.logprobs.token_logprobs[1:] == list(live.llm.score("only score me").logprobs)
+    assert live.client.completions.create(model="tiny", prompt="nothing", max_tokens=0).choices[0].text == ""
+
+
 @pytest.mark.parametrize(
     "change, words",
     [

@@ -1,0 +1,62 @@
+"""`quaff serve` as a process: what it prints, how it is configured, how it ends."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+from tests.unit.cli.conftest import Cli
+
+
+@pytest.fixture
+def server(model: Path) -> Iterator[subprocess.Popen[str]]:
+    environment = os.environ | {"QUAFF_NAME": "by variable", "QUAFF_CONTEXT": "128", "QUAFF_PORT": "0"}
+    command = [sys.executable, "-m", "quaff", "serve", str(model), "--threads", "1", "--chunk", "64", "--context", "256"]
+    with subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def test_it_prints_a_plan_and_a_line_per_request_and_ends_in_order(server: subprocess.Popen[str]) -> None:
+    assert server.stderr is not None and server.stdout is not None
+    plan = ""
+    while "listening:" not in plan:
+        line = server.stderr.readline()
+        assert line, plan
+        plan += line
+    assert "by variable: tiny llama (llama)" in plan and "256 tokens" in plan and "1 threads" in plan
+    url = re.search(r"http://127\.0\.0\.1:\d+", plan)
+    assert url is not None
+    reply = httpx.post(f"{url[0]}/v1/completions", json={"prompt": "four", "max_tokens": 3, "seed": 1}, timeout=60)
+    assert reply.status_code == 200 and reply.json()["model"] == "by variable"
+    assert httpx.get(f"{url[0]}/%0aforged%1b[1m", timeout=60).status_code == 404
+    server.send_signal(signal.SIGTERM)
+    out, err = server.communicate(timeout=60)
+    assert server.returncode == 0 and out == ""
+    lines = err.splitlines()
+    assert re.search(r"POST /v1/completions 200, .* s; prompt \d+ \(cached 0\), \d+ tok/s, TTFT .* s, reply 3, .* tok/s, length$", lines[0])
+    assert r"GET /\nforged\x1b[1m 404" in lines[1] and len(lines) == 2
+
+
+def test_a_model_that_cannot_be_loaded_ends_it_with_one_line(cli: Cli, tmp_path: Path) -> None:
+    (tmp_path / "bad.gguf").write_bytes(b"GGUF")
+    result = cli("serve", tmp_path / "bad.gguf", "--port", 0)
+    assert result.code == 1 and result.err.startswith("error: ") and result.err.count("\n") == 1
+
+
+def test_a_port_that_is_taken_is_named(cli: Cli, model: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        result = cli("serve", model, "--port", taken.getsockname()[1])
+    assert result.code == 1 and "cannot listen on 127.0.0.1, port" in result.err and "--port" in result.err

@@ -1,0 +1,140 @@
+"""Hostile bodies: whatever is sent, the answer is one of ours and never the server's fault."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from tests.unit.serve.asgi import Caller, calling
+
+import quaff
+from quaff.engine.pace import Policy
+from quaff.serve.app import make_app
+from quaff.serve.service import Service
+from quaff.serve.settings import Settings
+
+CONTEXT = 48
+BODIES = 10_000
+AT_ONCE = 20
+MESSAGE = {"role": "user", "content": "hi"}
+VALID: dict[str, dict[str, Any]] = {
+    "/v1/chat/completions": {
+        "model": "tiny",
+        "messages": [MESSAGE],
+        "max_tokens": 1,
+        "temperature": 0.5,
+        "top_p": 0.9,
+        "n": 1,
+        "stop": ["x"],
+        "seed": 1,
+        "logprobs": True,
+        "top_logprobs": 1,
+        "logit_bias": {"1": 2.0},
+        "stream": False,
+        "stream_options": {"include_usage": True},
+        "presence_penalty": 0.1,
+        "chat_template_kwargs": {"a": 1},
+    },
+    "/v1/completions": {"prompt": "hi", "max_tokens": 1, "logprobs": 1, "echo": True, "n": 1, "stream": False, "min_p": 0.1, "top_k": 3},
+    "/tokenize": {"content": "hi", "add_special": True, "with_pieces": True},
+    "/detokenize": {"tokens": [1, 2, 3]},
+    "/apply-template": {"messages": [MESSAGE], "add_generation_prompt": True},
+}
+
+
+@pytest.fixture(scope="module")
+def call(tiny: Path) -> Iterator[Caller]:
+    with quaff.load(tiny, threads=1, chunk=16, context=CONTEXT) as llm:
+        llm.engine.set_policy(Policy(max_stall_ms=200))
+        service = Service(Settings("tiny", max_tokens=1))
+        service.open(llm)
+        with calling(make_app(service)) as caller:
+            yield caller
+        service.close()
+
+
+scalars = st.none() | st.booleans() | st.integers(-(1 << 70), 1 << 70) | st.floats() | st.text(max_size=4)
+values = st.recursive(
+    scalars, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3), max_leaves=4
+)
+
+
+@st.composite
+def damaged(draw: st.DrawFn) -> tuple[str, bytes]:
+    """A path and a body: bytes, JSON of any shape, or a good body in which something is changed, gone, or cut off."""
+    path = draw(st.sampled_from(sorted(VALID)))
+    kind = draw(st.integers(0, 5))
+    if kind == 0:
+        return path, draw(st.binary(max_size=30))
+    body = dict(VALID[path])
+    if kind == 1:
+        return path, _json(draw(values))
+    if kind == 2:
+        whole = _json(body)
+        return path, whole[: draw(st.integers(0, len(whole) - 1))]
+    for _ in range(draw(st.integers(1, 2))):
+        name = draw(st.sampled_from(sorted(body) or ["messages"]))
+        if draw(st.booleans()):
+            body[name] = draw(values)
+        elif name == "messages":
+            body[name] = [draw(values), {"role": draw(values), "content": draw(values)}][: draw(st.integers(0, 2))]
+        else:
+            del body[name]
+    return path, _json(body)
+
+
+def _json(value: Any) -> bytes:
+    return json.dumps(value).encode()
+
+
+@settings(max_examples=BODIES // AT_ONCE, deadline=None, suppress_health_check=list(HealthCheck))
+@given(st.lists(damaged(), min_size=AT_ONCE, max_size=AT_ONCE))
+def test_a_damaged_body_is_refused_in_the_apis_shape(call: Caller, bodies: list[tuple[str, bytes]]) -> None:
+    for path, body in bodies:
+        answer = call("POST", path, body)
+        if answer.status == 200:
+            continue  # what was changed did not matter
+        assert 400 <= answer.status < 500, (path, body, answer)
+        error = answer.json["error"]
+        assert error.keys() == {"message", "type", "param", "code"} and error["type"] == "invalid_request_error"
+        assert error["message"] and "\n" not in error["message"]
+
+
+@pytest.mark.parametrize("path", sorted(VALID))
+def test_the_good_bodies_are_good(call: Caller, path: str) -> None:
+    answer = call("POST", path, _json(VALID[path]))
+    assert answer.status == 200, answer.body
+
+
+@pytest.mark.parametrize(
+    "body, words",
+    [
+        (b"", "not JSON"),
+        (b"{", "not JSON"),
+        (b'{"messages": [{"role": "user", "content": "\\ud800"}]}', "not JSON"),
+        (b'{"messages": [{"role": "user", "content": "\xff"}]}', "not JSON"),
+        (b"[" * 100_000, "not JSON"),
+        (b'{"messages": ' + b"[" * 200 + b"]" * 200 + b"}", "messages"),
+        (b"{}", "messages"),
+        (b'{"messages": "hi"}', "messages"),
+        (b'{"messages": [{"role": "user", "content": "hi"}], "max_tokens": 1e400}', "max_tokens"),
+        (b'{"messages": [{"role": "user", "content": "hi"}], "temperature": NaN}', "temperature"),
+        (b'{"messages": [{"role": "user", "content": "hi"}], "seed": ' + b"9" * 4000 + b"}", "seed"),
+        (b'{"messages": [{"role": "user", "content": "' + b"x" * 70_000 + b'"}]}', "context"),
+    ],
+)
+def test_an_error_says_what_is_wrong(call: Caller, body: bytes, words: str) -> None:
+    answer = call("POST", "/v1/chat/completions", body)
+    assert answer.status == 400 and words in answer.json["error"]["message"], answer.body
+
+
+@pytest.mark.parametrize("content", ["{{ ''.__class__ }}", "{% include '/etc/passwd' %}", "../../etc/passwd", "file:///etc/passwd"])
+def test_a_message_is_text_and_nothing_else(call: Caller, content: str) -> None:
+    body = {"messages": [{"role": "user", "content": content}]}
+    text = call("POST", "/apply-template", _json(body)).json["prompt"]
+    assert content in text and "root:" not in text
