@@ -29,7 +29,7 @@ class Memory:
         """Of a sequence as it is now; under the engine's lock, as all that reads a cache."""
         layout = Layout(cache.kinds, cache.states.kinds)
         tables = tuple(table.copy() for table in cache.tables(sequence))
-        return Memory(layout, cache.pools, cache.states.pools, tables, cache.states.end(sequence))
+        return Memory(layout, cache.pools, cache.states.pools, tables, cache.states.slots(sequence, cache.written(sequence)))
 
     def writable(self, piece: Piece) -> list[memoryview]:
         """The memory of a piece, to be filled."""

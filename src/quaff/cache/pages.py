@@ -1,14 +1,17 @@
 """KV pages of 64 positions: one page table per sequence and KV kind, shared pages counted, a shared page copied before it is written.
 
 A sequence has `written` positions. A sliding kind needs position j for the next row i = written only while j > i - window, so the
-pages below are given back as the sequence grows; what was given back bounds how far it can be shortened or forked. Recurrent layers keep
-no positions: their state (states.py) exists at a few of them, and only there can a sequence be shortened or forked.
+pages below are given back as the sequence grows. Recurrent layers keep no positions: their state (states.py) exists at a few of them. A
+sequence can be shortened or forked where all that the next row sees is still there: at snapshots always, elsewhere as far as it goes.
+
+A page is paid for once, when it is taken from its pool, and its bytes come back when the last holder drops it. A reservation is credit
+for pages to come: a sequence that has one never fails for want of memory, whoever shares its pages.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -16,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quaff.batch import PAGE, Segment
-from quaff.cache.states import SlotPool, StateCache
+from quaff.cache.states import SlotPool, Slots, StateCache
 from quaff.graph.program import KVKind, StateKind
 from quaff.weights.budget import Accountant
 
@@ -46,17 +49,20 @@ FREED = -1
 
 @dataclass(slots=True)
 class _Table:
-    """Page ids by position // 64 in `ids[:pages]`; those below `first` were given back. `claimed` pages are counted in the budget."""
+    """Page ids by position // 64 in `ids[:pages]`; of those below `first`, only what snapshots see is still held.
+
+    `credit` pages are paid for and not taken yet. `reserved` is the most pages that credit must cover at once, 0 without a reservation.
+    """
 
     ids: NDArray[np.int32] = field(default_factory=lambda: np.full(4, FREED, dtype=np.int32))
     pages: int = 0
     first: int = 0
-    claimed: int = 0
+    credit: int = 0
     reserved: int = 0
 
-    @property
-    def held(self) -> int:
-        return self.pages - self.first
+    def held(self) -> list[int]:
+        ids = self.ids[: self.pages].tolist()
+        return ids if not self.first else [page for page in ids if page != FREED]
 
     def append(self, page: int) -> None:
         if self.pages == len(self.ids):
@@ -71,6 +77,7 @@ class _Table:
 class _Sequence:
     tables: tuple[_Table, ...]
     written: int = 0
+    snapshots: set[int] = field(default_factory=set)
 
 
 def pages_for(positions: int) -> int:
@@ -78,15 +85,12 @@ def pages_for(positions: int) -> int:
 
 
 def first_page(window: int, length: int) -> int:
-    """First page that a row at position `length` can see through a window (0: none), at most the number of written pages."""
+    """First page that a row at position `length` sees through a window (0: none), at most the number of written pages."""
     return min(max(0, length - window + 1) // PAGE, pages_for(length)) if window else 0
 
 
 class PageCache:
-    """Sequences and their pages. Every page is in at least one table, and its count is the number of tables that hold it.
-
-    The budget counts a page once for each sequence that holds it, so that freeing one never leaves another short.
-    """
+    """Sequences and their pages. Every page has a holder, and its count is the number of them: tables, and whoever called `hold`."""
 
     def __init__(
         self,
@@ -114,22 +118,18 @@ class PageCache:
         return self._next_id
 
     def fork(self, sequence: int, length: int | None = None) -> int:
-        """A new sequence that shares the first `length` positions (default: all written); ValueError when some of them were given back."""
+        """A new sequence that shares the first `length` positions (default: all written) and the snapshots among them; ValueError when
+        some of what the next row sees was given back. Costs nothing, but for credit that a reserved source needs to write on."""
         source = self._sequences[sequence]
         length = source.written if length is None else length
         self._check_length(sequence, length)
         self._next_id += 1
-        twin = _Sequence(tuple(_Table() for _ in self.kinds), length)
+        snapshots = {position for position in source.snapshots if position <= length}
+        twin = _Sequence(tuple(_Table() for _ in self.kinds), length, snapshots)
         try:
             for k, (table, old) in enumerate(zip(twin.tables, source.tables, strict=True)):
-                pages = pages_for(length)
-                first = self._first_needed_page(k, length)
-                self._claim(k, table, pages - first)
-                table.first = table.pages = first
-                table.ids = np.full(max(4, pages), FREED, dtype=np.int32)
-                for page in old.ids[first:pages].tolist():
-                    self._counts[k][page] += 1
-                    table.append(page)
+                self._fill(k, table, self._first_needed_page(k, length), old.ids[: pages_for(length)], self._needed(k, snapshots))
+            self._cover(source)
             self.states.fork(sequence, self._next_id, length)
         except BaseException:
             self._release(twin)
@@ -147,16 +147,17 @@ class PageCache:
         pages = pages_for(length)
         try:
             for k, table in enumerate(s.tables):
-                first = self._first_needed_page(k, length)
-                self._claim(k, table, pages - first)
-                table.first = table.pages = first
-                table.ids = np.full(max(4, pages), FREED, dtype=np.int32)
+                first, ids = self._first_needed_page(k, length), np.empty(0, dtype=np.int32)
                 if base is not None and not self.kinds[k].window:
-                    for page in self._sequences[base].tables[k].ids[: shared // PAGE].tolist():
-                        self._counts[k][page] += 1
-                        table.append(page)
+                    ids = self._sequences[base].tables[k].ids[: shared // PAGE]
+                self._fill(k, table, 0, ids, set())
+                if not len(ids):
+                    table.ids = np.full(max(4, pages), FREED, dtype=np.int32)
+                    table.first = table.pages = first
+                self._pay(k, table, pages - table.pages)
                 while table.pages < pages:
                     page = self.pools[k].take(zeroed=False)
+                    table.credit -= 1
                     self._counts[k][page] = 1
                     table.append(page)
             self.states.receive(self._next_id, length)
@@ -166,42 +167,100 @@ class PageCache:
         self._sequences[self._next_id] = s
         return self._next_id
 
+    def assemble(self, length: int, tables: Sequence[tuple[int, Sequence[int]]], slots: Slots) -> int:
+        """A new sequence of `length` written positions, made of pages and state slots that others hold: per kind (first page, page ids up
+        to the last position), and one slot per kind of state. ValueError when they are not what a row at `length` sees."""
+        for k, (first, ids) in enumerate(tables):
+            if first > self._first_needed_page(k, length) or first + len(ids) != pages_for(length):
+                raise ValueError(
+                    f"pages {first}..{first + len(ids) - 1} of KV kind {self.kinds[k].name!r} are not those of {length} positions"
+                )
+        self._next_id += 1
+        s = _Sequence(tuple(_Table() for _ in self.kinds), length)
+        for k, (table, (first, ids)) in enumerate(zip(s.tables, tables, strict=True)):
+            self._fill(k, table, first, np.array([FREED] * first + list(ids), dtype=np.int32), set())
+        self.states.assemble(self._next_id, length, slots)
+        self._sequences[self._next_id] = s
+        return self._next_id
+
     def free(self, sequence: int) -> None:
-        """Forget a sequence; its pages go back unless another sequence holds them."""
+        """Forget a sequence; its pages go back unless another holds them."""
         self._release(self._sequences.pop(sequence))
         self.states.free(sequence)
 
+    def hold(self, kind: int, page: int) -> None:
+        """Keep a page whoever drops it. Not one that a reserved sequence may still drop: it has counted on what that gives back."""
+        self._counts[kind][page] += 1
+
+    def drop(self, kind: int, page: int) -> None:
+        """End a `hold`."""
+        if self._drop(kind, page):
+            self.accountant.give(self.pools[kind].page_bytes)
+
+    def holders(self, kind: int, page: int) -> int:
+        """Sequences that hold a page, and one for each `hold`."""
+        return self._counts[kind][page]
+
+    def _fill(self, kind: int, table: _Table, first: int, ids: NDArray[np.int32], kept: set[int]) -> None:
+        """Hold what an empty table shares: pages from `first` on, and those below that are in `kept`."""
+        table.ids = np.full(max(4, len(ids)), FREED, dtype=np.int32)
+        table.first, table.pages = first, len(ids)
+        for p in [*sorted(p for p in kept if p < min(first, len(ids))), *range(first, len(ids))]:
+            table.ids[p] = ids[p]
+            self._counts[kind][int(ids[p])] += 1
+
     def _release(self, s: _Sequence) -> None:
         for k, table in enumerate(s.tables):
-            for page in table.ids[table.first : table.pages].tolist():
-                self._drop(k, page)
-            self.accountant.give(table.claimed * self.pools[k].page_bytes)
-            table.first = table.pages = table.claimed = 0
+            table.reserved = 0
+            for page in table.held():
+                self._let_go(k, table, page)
+            self._refund(k, table)
+            table.first = table.pages = 0
 
     # Growth
 
     def reserve(self, sequence: int, positions: int, step_rows: int) -> None:
-        """Count the bytes that `positions` in steps of at most `step_rows` need at their peak; MemoryBudgetError before any is taken."""
+        """Pay for the pages that `positions` in steps of at most `step_rows` need beyond those held; MemoryBudgetError before any is."""
         s = self._sequences[sequence]
-        wanted = [self.peak_pages(k, positions, step_rows) for k in range(len(self.kinds))]
-        need = sum(max(0, n - t.claimed) * pool.page_bytes for n, t, pool in zip(wanted, s.tables, self.pools, strict=True))
-        self.accountant.take(need, f"the KV state of {positions} tokens")
+        before = [table.reserved for table in s.tables]
+        for k, table in enumerate(s.tables):
+            kept = sum(pages_for(p) - self._first_needed_page(k, p) for p in s.snapshots) if self.kinds[k].window else 0
+            table.reserved = self.peak_pages(k, positions, step_rows) + kept
         try:
+            self._cover(s, f"the KV state of {positions} tokens")
             self.states.reserve(sequence)
         except BaseException:
-            self.accountant.give(need)
+            for k, (table, old) in enumerate(zip(s.tables, before, strict=True)):
+                table.reserved = old
+                self._refund(k, table)
             raise
-        for n, table in zip(wanted, s.tables, strict=True):
-            table.reserved = n
-            table.claimed = max(table.claimed, n)
 
     def settle(self, sequence: int) -> None:
         """Give back what is reserved beyond the pages held: the sequence is not expected to grow for now."""
         s = self._sequences[sequence]
         for k, table in enumerate(s.tables):
             table.reserved = 0
-            self._unclaim(k, table)
+            self._refund(k, table)
         self.states.settle(sequence)
+
+    def _cover(self, s: _Sequence, what: str = "KV pages that another sequence shares") -> None:
+        """Credit for every page that a reserved sequence may still take: what it shares it may drop without getting anything back."""
+        short = []
+        for k, table in enumerate(s.tables):
+            need = 0
+            if table.reserved and self.kinds[k].window:
+                need = table.reserved - sum(self._counts[k][page] == 1 for page in table.held())
+            elif table.reserved:
+                need = table.reserved - table.pages + len(self._shared_tail(k, s))
+            short.append(max(0, need - table.credit))
+        self.accountant.take(sum(n * pool.page_bytes for n, pool in zip(short, self.pools, strict=True)), what)
+        for n, table in zip(short, s.tables, strict=True):
+            table.credit += n
+
+    def _shared_tail(self, kind: int, s: _Sequence) -> list[int]:
+        """Indices of pages that the next rows write into and another holds too: they must be copied first."""
+        table, counts = s.tables[kind], self._counts[kind]
+        return [p for p in range(s.written // PAGE, table.pages) if counts[int(table.ids[p])] > 1]
 
     def peak_pages(self, kind: int, positions: int, step_rows: int) -> int:
         """Most pages of a kind that a sequence of `positions`, grown by at most `step_rows` at a time, holds at once."""
@@ -220,17 +279,19 @@ class PageCache:
         if end <= s.written:
             return
         for k, table in enumerate(s.tables):
-            self._claim(k, table, max(table.held, pages_for(end) - table.first))
             pool, counts = self.pools[k], self._counts[k]
-            for p in range(s.written // PAGE, table.pages):
+            self._pay(k, table, len(self._shared_tail(k, s)) + max(0, pages_for(end) - table.pages))
+            # The tail is looked at anew: a cache may have given way to pay for it.
+            for p in self._shared_tail(k, s):
                 page = int(table.ids[p])
-                if counts[page] > 1:
-                    copy = pool.copy(page)
-                    counts[copy] = 1
-                    table.ids[p] = copy
-                    self._drop(k, page)
+                copy = pool.copy(page)
+                table.credit -= 1
+                counts[copy] = 1
+                table.ids[p] = copy
+                counts[page] -= 1
             while table.pages < pages_for(end):
                 page = pool.take()
+                table.credit -= 1
                 counts[page] = 1
                 table.append(page)
         self.states.grow(sequence, end)
@@ -259,68 +320,117 @@ class PageCache:
         self._check_length(sequence, length)
         self.states.truncate(sequence, length)
         s.written = length
+        s.snapshots = {position for position in s.snapshots if position <= length}
         self._trim(s)
 
     def can_shorten(self, sequence: int, length: int) -> bool:
         """True when every position that a row at `length` can see is still there, and the state before it."""
         s = self._sequences[sequence]
-        seen = 0 <= length <= s.written and all(self._first_needed_page(k, length) >= t.first for k, t in enumerate(s.tables))
+        seen = 0 <= length <= s.written and all(self._sees(k, s, length) for k in range(len(self.kinds)))
         return seen and self.states.has(sequence, length)
 
     def longest(self, sequence: int, length: int) -> int:
         """The most positions, at most `length`, that the sequence can be shortened to; 0 always works for what is computed afresh."""
-        places = (length,) if not self.states.kinds else reversed(self.states.positions(sequence))
-        return next((p for p in places if p <= length and self.can_shorten(sequence, p)), 0)
+        if self.can_shorten(sequence, length):
+            return length
+        return next((p for p in reversed(self.places(sequence)) if p <= length), 0)
 
     def snapshot(self, sequence: int, position: int) -> None:
-        """Keep the recurrent state at a position: at the end, or where a step will pass. The sequence can be shortened and forked there."""
+        """Keep what a row at a position sees: at the end, or where a step will pass. The sequence can be shortened and forked there."""
         self.states.snapshot(sequence, position)
+        if position and any(kind.window for kind in self.kinds):
+            self._sequences[sequence].snapshots.add(position)
+
+    def places(self, sequence: int) -> tuple[int, ...]:
+        """Ascending, the end and the snapshots that have been reached: where the sequence can be continued for sure."""
+        s = self._sequences[sequence]
+        kept = set(self.states.positions(sequence)) if self.states.kinds else {p for p in s.snapshots if p < s.written} | {s.written}
+        return tuple(sorted(p for p in kept - {0} if self.can_shorten(sequence, p)))
+
+    def seen_pages(self, sequence: int, kind: int, length: int) -> tuple[int, list[int]]:
+        """(index of the first, ids) of the pages of a kind that a row at `length` sees; `can_shorten` must be true there."""
+        first = self._first_needed_page(kind, length)
+        return first, self._sequences[sequence].tables[kind].ids[first : pages_for(length)].tolist()
+
+    def page(self, sequence: int, kind: int, index: int) -> int:
+        """The page of positions 64 * index .. 64 * index + 63."""
+        return int(self._sequences[sequence].tables[kind].ids[index])
 
     def _check_length(self, sequence: int, length: int) -> None:
         s = self._sequences[sequence]
         if not 0 <= length <= s.written:
             raise ValueError(f"length {length} is outside the {s.written} written positions")
-        for k, table in enumerate(s.tables):
-            if self._first_needed_page(k, length) < table.first:
+        for k in range(len(self.kinds)):
+            if not self._sees(k, s, length):
                 raise ValueError(f"length {length} needs positions that the window of KV kind {self.kinds[k].name!r} has left behind")
         if not self.states.has(sequence, length):
             raise ValueError(
                 f"length {length} needs a recurrent state that was left behind; there are some at {self.states.positions(sequence)}"
             )
 
+    def _sees(self, kind: int, s: _Sequence, length: int) -> bool:
+        first, table = self._first_needed_page(kind, length), s.tables[kind]
+        return first >= table.first or FREED not in table.ids[first : pages_for(length)]
+
     def _first_needed_page(self, kind: int, length: int) -> int:
         return first_page(self.kinds[kind].window, length)
 
+    def _needed(self, kind: int, snapshots: Iterable[int]) -> set[int]:
+        """Indices of the pages of a sliding kind that rows at snapshots see."""
+        if not self.kinds[kind].window:
+            return set()
+        return {page for p in snapshots for page in range(self._first_needed_page(kind, p), pages_for(p))}
+
     def _trim(self, s: _Sequence) -> None:
         for k, table in enumerate(s.tables):
-            while table.pages > max(pages_for(s.written), table.first):
+            while table.pages > pages_for(s.written):
                 table.pages -= 1
-                page, table.ids[table.pages] = int(table.ids[table.pages]), FREED
-                self._drop(k, page)
+                self._forget(k, table, table.pages)
             keep = self._first_needed_page(k, s.written)
-            while table.first < keep:
-                page, table.ids[table.first] = int(table.ids[table.first]), FREED
-                table.first += 1
-                self._drop(k, page)
-            self._unclaim(k, table)
+            if table.first < keep:
+                needed = self._needed(k, (p for p in s.snapshots if p <= s.written))
+                for p in range(table.first, keep):
+                    if p not in needed:
+                        self._forget(k, table, p)
+            table.first = keep
+            if not table.reserved:
+                self._refund(k, table)
 
-    def _claim(self, kind: int, table: _Table, pages: int) -> None:
-        if pages > table.claimed:
-            self.accountant.take((pages - table.claimed) * self.pools[kind].page_bytes, f"KV pages of kind {self.kinds[kind].name!r}")
-            table.claimed = pages
+    def _forget(self, kind: int, table: _Table, index: int) -> None:
+        page, table.ids[index] = int(table.ids[index]), FREED
+        if page != FREED:
+            self._let_go(kind, table, page)
 
-    def _unclaim(self, kind: int, table: _Table) -> None:
-        keep = max(table.held, table.reserved)
-        if table.claimed > keep:
-            self.accountant.give((table.claimed - keep) * self.pools[kind].page_bytes)
-            table.claimed = keep
+    def _pay(self, kind: int, table: _Table, pages: int) -> None:
+        """Make `pages` of credit, the budget asked for what is missing."""
+        short = pages - table.credit
+        if short > 0:
+            self.accountant.take(short * self.pools[kind].page_bytes, f"KV pages of kind {self.kinds[kind].name!r}")
+            table.credit += short
 
-    def _drop(self, kind: int, page: int) -> None:
+    def _refund(self, kind: int, table: _Table) -> None:
+        """Give back the credit of a table, or what it has beyond its reservation."""
+        if table.credit > table.reserved:
+            self.accountant.give((table.credit - table.reserved) * self.pools[kind].page_bytes)
+            table.credit = table.reserved
+
+    def _let_go(self, kind: int, table: _Table, page: int) -> None:
+        """Drop a page of a table: what it was paid with is the reservation's again, or the budget's."""
+        if self._drop(kind, page):
+            if table.reserved:
+                table.credit += 1
+            else:
+                self.accountant.give(self.pools[kind].page_bytes)
+
+    def _drop(self, kind: int, page: int) -> bool:
+        """One holder less; True when it was the last and the page went back to its pool."""
         counts = self._counts[kind]
         counts[page] -= 1
-        if not counts[page]:
-            del counts[page]
-            self.pools[kind].give(page)
+        if counts[page]:
+            return False
+        del counts[page]
+        self.pools[kind].give(page)
+        return True
 
     # Reading
 

@@ -1,7 +1,7 @@
 """Recurrent state of sequences: what a layer that keeps no positions leaves behind, known only at the positions where it was kept.
 
 A state that was reached never changes. A step reads the slots of a sequence's end and fills new ones, which `commit` adopts or drops;
-sequences that share a prefix share its slots, counted.
+sequences that share a prefix share its slots, counted. As with pages, a slot is paid for once, and a reservation is credit for more.
 """
 
 from __future__ import annotations
@@ -33,22 +33,21 @@ class SlotPool(Protocol):
 
 @dataclass(slots=True)
 class _States:
-    """Slots by position: of the end (`written`, none at 0) and of snapshots; `filling` are those of a step that is not committed."""
+    """Slots by position: of the end (`written`, none at 0) and of snapshots; `filling` are those of a step that is not committed.
+
+    `credit` positions are paid for and have no slots yet; `reserved` is the most that credit must cover at once, 0 without a reservation.
+    """
 
     written: int = 0
     kept: dict[int, Slots] = field(default_factory=dict)
     filling: dict[int, Slots] = field(default_factory=dict)
     snapshots: set[int] = field(default_factory=set)
-    claimed: int = 0
+    credit: int = 0
     reserved: int = 0
-
-    @property
-    def held(self) -> int:
-        return len(self.kept) + len(self.filling)
 
 
 class StateCache:
-    """States of sequences by their ids. The budget counts a position's slots once for each sequence that holds them."""
+    """States of sequences by their ids."""
 
     def __init__(self, kinds: Sequence[StateKind], pools: Sequence[SlotPool], accountant: Accountant) -> None:
         self.kinds = tuple(kinds)
@@ -65,38 +64,61 @@ class StateCache:
         """`sequence` begins with what `source` kept of its first `length` positions, a place where it has a state."""
         old = self._sequences[source]
         new = _States(length)
-        shared = {position: slots for position, slots in old.kept.items() if position <= length}
-        self._claim(new, len(shared))
-        for position, slots in shared.items():
-            new.kept[position] = slots
-            for counts, slot in zip(self._counts, slots, strict=True):
-                counts[slot] += 1
+        for position, slots in old.kept.items():
+            if position <= length:
+                new.kept[position] = slots
+                self.hold(slots)
         new.snapshots = {position for position in old.snapshots if position <= length}
-        self._sequences[sequence] = new
         self._trim(new)
+        try:
+            self._cover(old)
+        except BaseException:
+            self._release(new)
+            raise
+        self._sequences[sequence] = new
+
+    def assemble(self, sequence: int, length: int, slots: Slots) -> None:
+        """`sequence` begins at `length` with slots that others hold."""
+        self._sequences[sequence] = new = _States(length)
+        if self.kinds and length:
+            new.kept[length] = slots
+            self.hold(slots)
 
     def receive(self, sequence: int, length: int) -> None:
         """`sequence` begins at `length` with a state that the caller fills."""
         s = _States(length)
         if self.kinds and length:
-            self._claim(s, 1)
+            self._pay(s, 1)
             try:
                 s.kept[length] = self._take()
             except BaseException:
-                self.accountant.give(s.claimed * self.slot_bytes)
+                self._refund(s)
                 raise
+            s.credit -= 1
         self._sequences[sequence] = s
 
-    def end(self, sequence: int) -> Slots:
-        """Slots of the state at the end; none at position 0."""
-        s = self._sequences[sequence]
-        return s.kept.get(s.written, ())
-
     def free(self, sequence: int) -> None:
-        s = self._sequences.pop(sequence)
+        self._release(self._sequences.pop(sequence))
+
+    def hold(self, slots: Slots) -> None:
+        """Keep a position's slots whoever drops them. Not those that a reserved sequence may still drop."""
+        for counts, slot in zip(self._counts, slots, strict=True):
+            counts[slot] += 1
+
+    def drop(self, slots: Slots) -> None:
+        """End a `hold`."""
+        if self._drop(slots):
+            self.accountant.give(self.slot_bytes)
+
+    def holders(self, slots: Slots) -> int:
+        """Sequences that hold a position's slots, and one for each `hold`."""
+        return self._counts[0][slots[0]]
+
+    def _release(self, s: _States) -> None:
+        s.reserved = 0
         for slots in (*s.kept.values(), *s.filling.values()):
-            self._drop(slots)
-        self.accountant.give(s.claimed * self.slot_bytes)
+            self._let_go(s, slots)
+        self._refund(s)
 
     def snapshot(self, sequence: int, position: int) -> None:
         """Keep the state at a position: the end, or one that a step will pass."""
@@ -111,16 +133,25 @@ class StateCache:
         return not self.kinds or position == 0 or position in self._sequences[sequence].kept
 
     def reserve(self, sequence: int) -> None:
-        """Count the bytes of everything a growing sequence holds at once: its end, the next one, and its snapshots."""
+        """Pay for everything a growing sequence holds at once: its end, the next one, and its snapshots."""
         if self.kinds:
             s = self._sequences[sequence]
-            self._claim(s, 2 + len(s.snapshots))
-            s.reserved = 2 + len(s.snapshots)
+            before, s.reserved = s.reserved, 2 + len(s.snapshots)
+            try:
+                self._cover(s)
+            except BaseException:
+                s.reserved = before
+                raise
 
     def settle(self, sequence: int) -> None:
         s = self._sequences[sequence]
         s.reserved = 0
-        self._unclaim(s)
+        self._refund(s)
+
+    def _cover(self, s: _States) -> None:
+        """Credit for every position that a reserved sequence may still fill: what it shares it may drop without getting anything back."""
+        if s.reserved:
+            self._pay(s, s.reserved - sum(self.holders(slots) == 1 for slots in s.kept.values()))
 
     def grow(self, sequence: int, end: int) -> None:
         """Take slots for a step that ends at `end`, and for the snapshots on its way."""
@@ -129,9 +160,10 @@ class StateCache:
         if not self.kinds or end <= s.written:
             return
         wanted = sorted({end, *(p for p in s.snapshots if s.written < p < end)})
-        self._claim(s, len(s.kept) + len(wanted))
+        self._pay(s, len(wanted))
         for position in wanted:
             s.filling[position] = self._take()
+            s.credit -= 1
 
     def commit(self, sequence: int, written: int) -> None:
         """Adopt what a step left at its end and at snapshots; `written` where the step began drops all of it."""
@@ -164,6 +196,10 @@ class StateCache:
         """Where a state is held, ascending."""
         return tuple(sorted(self._sequences[sequence].kept))
 
+    def slots(self, sequence: int, position: int) -> Slots:
+        """The slots of a position that has a state; none at 0, and without recurrent layers."""
+        return self._sequences[sequence].kept[position] if self.kinds and position else ()
+
     def read(self, sequence: int, update: Callable[[bytes], object]) -> None:
         """Feed the state at the end: per kind and layer its values, f32."""
         for pool, slot in zip(self.pools, self.end(sequence), strict=False):
@@ -186,31 +222,43 @@ class StateCache:
             raise
         return tuple(slots)
 
-    def _drop(self, slots: Slots) -> None:
+    def _drop(self, slots: Slots) -> bool:
+        """One holder less; True when it was the last and the slots went back to their pools."""
+        last = False
         for pool, counts, slot in zip(self.pools, self._counts, slots, strict=False):
             counts[slot] -= 1
-            if not counts[slot]:
+            if last := not counts[slot]:
                 del counts[slot]
                 pool.give(slot)
+        return last
+
+    def _let_go(self, s: _States, slots: Slots) -> None:
+        if self._drop(slots):
+            if s.reserved:
+                s.credit += 1
+            else:
+                self.accountant.give(self.slot_bytes)
 
     def _forget(self, s: _States) -> None:
         for slots in s.filling.values():
-            self._drop(slots)
+            self._let_go(s, slots)
         s.filling.clear()
-        self._unclaim(s)
+        self._refund(s)
 
     def _trim(self, s: _States) -> None:
         for position in [p for p in s.kept if p > s.written or (p != s.written and p not in s.snapshots)]:
-            self._drop(s.kept.pop(position))
-        self._unclaim(s)
+            self._let_go(s, s.kept.pop(position))
+        self._refund(s)
 
-    def _claim(self, s: _States, positions: int) -> None:
-        if positions > s.claimed:
-            self.accountant.take((positions - s.claimed) * self.slot_bytes, "recurrent state")
-            s.claimed = positions
+    def _pay(self, s: _States, positions: int) -> None:
+        """Make `positions` of credit, the budget asked for what is missing."""
+        short = positions - s.credit
+        if short > 0:
+            self.accountant.take(short * self.slot_bytes, "recurrent state")
+            s.credit += short
 
-    def _unclaim(self, s: _States) -> None:
-        keep = max(s.held, s.reserved)
-        if s.claimed > keep:
-            self.accountant.give((s.claimed - keep) * self.slot_bytes)
-            s.claimed = keep
+    def _refund(self, s: _States) -> None:
+        """Give back credit beyond the reservation."""
+        if s.credit > s.reserved:
+            self.accountant.give((s.credit - s.reserved) * self.slot_bytes)
+            s.credit = s.reserved

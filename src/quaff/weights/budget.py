@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import resource
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from quaff.errors import MemoryBudgetError
@@ -81,6 +81,7 @@ class Accountant:
     """Counts the bytes in use against a limit (None: no limit). Not locked: the engine's lock covers every caller.
 
     `used_bytes` were asked for; `found_bytes` were not, and are known only since they are in use. `peak_bytes` is the largest sum of both.
+    `reclaim`, when set, is asked for the bytes that are missing before anything is refused: a cache gives way to work.
     """
 
     def __init__(self, limit_bytes: int | None = None) -> None:
@@ -88,6 +89,7 @@ class Accountant:
         self.used_bytes = 0
         self.found_bytes = 0
         self.peak_bytes = 0
+        self.reclaim: Callable[[int], object] | None = None
 
     @property
     def total_bytes(self) -> int:
@@ -102,6 +104,8 @@ class Accountant:
 
     def take(self, n: int, what: str) -> None:
         """Count `n` more bytes, or raise MemoryBudgetError with the sum that does not fit and leave the count as it was."""
+        if self.limit_bytes is not None and self.reclaim is not None and not self.fits(n):
+            self.reclaim(self.total_bytes + n - self.limit_bytes)
         if not self.fits(n):
             assert self.limit_bytes is not None
             raise MemoryBudgetError(

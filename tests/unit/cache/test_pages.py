@@ -155,7 +155,7 @@ def test_what_a_window_left_behind_cannot_come_back() -> None:
         cache.truncate(s, 100)
     with pytest.raises(ValueError, match="outside"):
         cache.truncate(s, 401)
-    shortest = min(n for n in range(401) if cache.can_shorten(s, n))
+    shortest = min(n for n in range(1, 401) if cache.can_shorten(s, n))
     assert shortest == 5 * PAGE + 64 - 1
     cache.truncate(s, shortest)
     fresh = cache.create()
@@ -201,12 +201,17 @@ def test_budget_is_asked_before_pages_are_taken() -> None:
     with pytest.raises(MemoryBudgetError, match="budget"):
         cache.grow(s, 193)
     assert cache.pages_in_use == (3,)
-    with pytest.raises(MemoryBudgetError):
-        cache.fork(s)
-    assert cache.sequences == 1
-    assert cache.accountant.used_bytes == 3 * page
+    twin = cache.fork(s)
+    assert cache.accountant.used_bytes == 3 * page, "a page is paid for once"
     cache.truncate(s, 100)
+    assert cache.accountant.used_bytes == 3 * page
+    with pytest.raises(MemoryBudgetError, match="budget"):
+        cache.grow(s, 101)
+    assert cache.pages_in_use == (3,), "the shared page was to be copied"
+    cache.free(twin)
     assert cache.accountant.used_bytes == 2 * page
+    write(cache, s, [1] * 92)
+    assert cache.accountant.used_bytes == 3 * page
 
 
 def test_reservation_is_taken_whole_and_growth_uses_it() -> None:
@@ -224,6 +229,123 @@ def test_reservation_is_taken_whole_and_growth_uses_it() -> None:
         cache.reserve(t, 500, 32)
     cache.free(s)
     cache.reserve(t, 500, 32)
+
+
+@pytest.mark.parametrize("window", [1, 40, 64, 100])
+def test_a_snapshot_keeps_the_window_of_its_position(window: int) -> None:
+    cache, tokens = make((0, window)), [i % 89 for i in range(900)]
+    s = cache.create()
+    for place in (70, 128, 300, 301, 800):
+        cache.snapshot(s, place)
+    for begin in range(0, 700, 100):
+        write(cache, s, tokens[begin : begin + 100])
+    assert cache.places(s) == (70, 128, 300, 301, 700)
+    assert cache.longest(s, 299) == (299 if cache.can_shorten(s, 299) else 128)
+    twin = cache.fork(s, 301)
+    assert cache.places(twin) == (70, 128, 300, 301)
+    write(cache, s, tokens[700:])
+    assert cache.places(s) == (70, 128, 300, 301, 800, 900)
+    for place in (301, 300, 128, 70):
+        cache.truncate(twin, place)
+        one, alone = cache.fork(s, place), cache.create()
+        write(cache, alone, tokens[:place])
+        assert cache.kv_sha256(one) == cache.kv_sha256(twin) == cache.kv_sha256(alone)
+        for sequence in (one, alone):
+            write(cache, sequence, tokens[place : place + 90])
+        assert cache.kv_sha256(one) == cache.kv_sha256(alone)
+        cache.free(one)
+        cache.free(alone)
+    with pytest.raises(ValueError, match="left behind"):
+        cache.fork(s, 500)
+    cache.free(s)
+    cache.free(twin)
+    assert cache.pages_in_use == (0, 0) and cache.accountant.used_bytes == 0
+
+
+@pytest.mark.parametrize("length", [1, 64, 100, 320])
+def test_a_sequence_is_assembled_of_pages_that_others_hold(length: int) -> None:
+    cache, tokens = make((0, 70)), [i % 89 for i in range(320)]
+    s = cache.create()
+    cache.snapshot(s, length)
+    write(cache, s, tokens)
+    tables = [cache.seen_pages(s, k, length) for k in range(2)]
+    for k, (_, ids) in enumerate(tables):
+        for page in ids:
+            cache.hold(k, page)
+    cache.free(s)
+    assert cache.pages_in_use == tuple(len(ids) for _, ids in tables)
+    twin, alone = cache.assemble(length, tables, ()), cache.create()
+    write(cache, alone, tokens[:length])
+    assert all(cache.holders(k, page) == 2 for k, (_, ids) in enumerate(tables) for page in ids)
+    for sequence in (twin, alone):
+        write(cache, sequence, [7] * 150)
+    assert cache.kv_sha256(twin) == cache.kv_sha256(alone)
+    with pytest.raises(ValueError, match="not those of"):
+        cache.assemble(length + 64, tables, ())
+    if length > 64:
+        with pytest.raises(ValueError, match="not those of"):
+            cache.assemble(length, [(first + 1, ids[1:]) for first, ids in tables], ())
+    cache.free(twin)
+    cache.free(alone)
+    for k, (_, ids) in enumerate(tables):
+        for page in ids:
+            cache.drop(k, page)
+    assert cache.pages_in_use == (0, 0) and cache.accountant.used_bytes == 0
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.data())
+def test_a_reserved_sequence_never_fails_whoever_shares_its_pages(data: st.DataObject) -> None:
+    """Once everything is reserved there is not one byte left, and forks may be refused; what was promised is kept."""
+    cache = make(data.draw(st.sampled_from([(0,), (0, 40), (100, 0)])))
+    base = cache.create()
+    write(cache, base, [1] * data.draw(st.integers(1, 200)))
+    reserved = {}
+    for _ in range(data.draw(st.integers(1, 3))):
+        s = cache.fork(base) if data.draw(st.booleans()) else cache.create()
+        for place in data.draw(st.lists(st.integers(0, 300), max_size=2)):
+            cache.snapshot(s, cache.written(s) + place)
+        reserved[s] = cache.written(s) + data.draw(st.integers(1, 400))
+        cache.reserve(s, reserved[s], 50)
+    others = [base]
+    cache.accountant.limit_bytes = cache.accountant.used_bytes + data.draw(st.sampled_from([0, 0, 5])) * cache.pools[0].page_bytes
+    for _ in range(data.draw(st.integers(1, 25))):
+        s = data.draw(st.sampled_from(sorted(reserved)))
+        action = data.draw(st.sampled_from(["write", "write", "write", "fork", "shorten", "free"]))
+        if action == "write":
+            rows = min(50, reserved[s] - cache.written(s))
+            write(cache, s, [2] * data.draw(st.integers(0, rows)))
+        elif action == "shorten":
+            place = cache.longest(s, data.draw(st.integers(0, cache.written(s))))
+            cache.truncate(s, place)
+        elif action == "free" and others:
+            cache.free(others.pop())
+        elif action == "fork":
+            try:
+                others.append(cache.fork(s))
+            except MemoryBudgetError:
+                continue
+    for s in [*reserved, *others]:
+        cache.free(s)
+    assert cache.pages_in_use == (0,) * len(cache.kinds) and cache.accountant.used_bytes == 0
+
+
+def test_a_cache_gives_way_before_anything_is_refused() -> None:
+    a, asked = Accountant(100), []
+
+    def reclaim(missing: int) -> None:
+        asked.append(missing)
+        a.give(missing)
+
+    a.take(90, "a")
+    a.reclaim = reclaim
+    a.take(10, "b")
+    a.take(7, "c")
+    assert asked == [7] and a.used_bytes == 100
+    a.reclaim = asked.append
+    with pytest.raises(MemoryBudgetError, match="d needs 3 B"):
+        a.take(3, "d")
+    assert asked == [7, 3]
 
 
 def test_accountant_counts() -> None:
@@ -270,7 +392,9 @@ def test_random_operations_keep_contents_counts_and_budget(data: st.DataObject) 
         else:
             cache.free(s)
             del model[s]
-        assert cache.accountant.used_bytes >= sum(n * p.page_bytes for n, p in zip(cache.pages_in_use, cache.pools, strict=True))
+        held = sum(n * p.page_bytes for n, p in zip(cache.pages_in_use, cache.pools, strict=True))
+        credit = sum(t.credit * p.page_bytes for q in cache._sequences.values() for t, p in zip(q.tables, cache.pools, strict=True))
+        assert cache.accountant.used_bytes == held + credit
     for s, tokens in model.items():
         assert cache.written(s) == len(tokens)
         alone = make(windows)
