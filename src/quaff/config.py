@@ -287,7 +287,7 @@ class EngineConfig:
     `chunk` in rows, `context` in tokens (None: the model's), `memory_limit_bytes` bounds weights, KV pages and scratch. `memory` bounds all
     of the process instead: what does not fit is streamed from the file.
     `activations="float32"` does not quantise activations, `kv_dtype="float32"` does not round keys and values: slower, both for checking
-    against other implementations.
+    against other implementations. `prefix_cache_bytes` of the limit at most keep what was computed for prompts to come.
     """
 
     threads: int | None = None
@@ -299,6 +299,7 @@ class EngineConfig:
     fuse: bool = True
     kv_dtype: KVDtype = "float16"
     memory: Memory | None = None
+    prefix_cache_bytes: int = 0
 
     def __post_init__(self) -> None:
         for name, value, most in (
@@ -309,6 +310,8 @@ class EngineConfig:
         ):
             if value is not None:
                 _size(name, value, most)
+        if self.prefix_cache_bytes != 0:
+            _size("prefix_cache_bytes", self.prefix_cache_bytes, 1 << 50)
         _check(self.schedule in ("token", "chunk", "layer"), f"schedule is {self.schedule!r}; expected token, chunk or layer")
         if self.memory is not None and self.memory != "auto":
             _size("memory", self.memory, 1 << 50)

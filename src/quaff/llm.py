@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from quaff import _native, hub
 from quaff.batch import Counters
 from quaff.cache.pages import PageCache
+from quaff.cache.prefix import PrefixCache
 from quaff.checkpoint import Checkpoint
 from quaff.config import Activations, EngineConfig, KVDtype, ModelConfig, Quantize, Schedule, rows_per_expert
 from quaff.engine.engine import Engine, FinishReason, Request
@@ -63,7 +64,7 @@ class Timings:
         first = first_at or request.finished_at
         return cls(
             prefill_seconds=max(0.0, request.prefilled_at - request.started_at),
-            prefill_tokens=min(request.computed, request.prompt_tokens) - request.reused,
+            prefill_tokens=min(request.computed, request.prompt_tokens) - request.cached_tokens,
             ttft_seconds=first - request.submitted_at,
             decode_seconds=max(0.0, request.finished_at - first),
             decode_tokens=max(0, request.generated - 1),
@@ -84,16 +85,18 @@ class Completion:
     """What followed a prompt. `tokens` are all generated ids, an end token included; `text` stops before a stop string.
 
     `counters` cover every step that ran during the request. `error` is set, with reason "error", only when several prompts were given.
+    `cache_miss_reason` says in a line why more of the prompt was not cached, where it nearly was.
     """
 
     text: str
     tokens: tuple[int, ...]
     prompt_tokens: int
-    reused_tokens: int
+    cached_tokens: int
     finish_reason: FinishReason
     timings: Timings
     counters: Counters
     error: Exception | None = None
+    cache_miss_reason: str | None = None
 
     @property
     def completion_tokens(self) -> int:
@@ -150,7 +153,7 @@ class PrefillResult:
 
     prompt_tokens: int
     computed_tokens: int
-    reused_tokens: int
+    cached_tokens: int
     cancelled: bool
     logits: NDArray[np.float32] | None
     logits_sha256: str | None
@@ -164,7 +167,7 @@ class PrefillResult:
 
     @property
     def tokens_per_second(self) -> float:
-        return (self.computed_tokens - self.reused_tokens) / self.seconds if self.seconds > 0 else 0.0
+        return (self.computed_tokens - self.cached_tokens) / self.seconds if self.seconds > 0 else 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,7 +209,7 @@ class TextStream:
             raise
         if self._request.done and self._completion is None:
             self._reader.finish()
-            self._completion = _completion(self._request, self._reader, self._llm.counters - self._before)
+            self._completion = _completion(self._request, self._reader, self._llm.counters - self._before, self._llm.tokenizer)
         if self._reader.deltas:
             return self._reader.deltas.popleft()
         if self._request.error is not None:
@@ -243,31 +246,50 @@ class _PrefillProgress:
         self._requests = requests
         self._report = report
         self._before = engine.counters.work
-        rows = [(r.reused, r.prompt_tokens - r.reused, r.prompt_tokens - max(r.reused, r.logits_from)) for r in requests]
-        self._total = sum(engine.runner.work(start, n, max(0, logits)) for start, n, logits in rows)
+        self._total = 0
         self._last = -1
+
+    def _work(self) -> int:
+        """All that is to be done; known when the first step runs, for then it is known what is cached."""
+        rows = [
+            (r.cached_tokens, r.prompt_tokens - r.cached_tokens, r.prompt_tokens - max(r.cached_tokens, r.logits_from))
+            for r in self._requests
+        ]
+        return sum(self._engine.runner.work(start, n, max(0, logits)) for start, n, logits in rows)
 
     def on_work(self, step_work: int) -> None:
         self._say(self._engine.counters.work - self._before + step_work)
 
     def on_step(self) -> None:
+        self._total = self._total or self._work()
         if any(not r.prefilled_at and not r.done for r in self._requests):
             self._say(self._engine.counters.work - self._before)
         elif self._last < self._total:
             self._say(self._total)
 
     def _say(self, done: int) -> None:
+        self._total = self._total or self._work()
         done = max(self._last, min(done, self._total))
         if done != self._last and self._last < self._total:
             self._last = done
             self._report(done, self._total)
 
 
-def _completion(request: Request, reader: Reader, counters: Counters) -> Completion:
+def _completion(request: Request, reader: Reader, counters: Counters, tokenizer: Tokenizer) -> Completion:
     timings = Timings.of(request, reader.first_at)
     reason = request.finish_reason or "error"
     tokens = tuple(request.tokens[request.prompt_tokens :])
-    return Completion("".join(reader.parts), tokens, request.prompt_tokens, request.reused, reason, timings, counters, request.error)
+    return Completion(
+        text="".join(reader.parts),
+        tokens=tokens,
+        prompt_tokens=request.prompt_tokens,
+        cached_tokens=request.cached_tokens,
+        finish_reason=reason,
+        timings=timings,
+        counters=counters,
+        error=request.error,
+        cache_miss_reason=request.miss.reason(lambda ids: tokenizer.decode(ids, skip_special=False)) if request.miss else None,
+    )
 
 
 def load(
@@ -283,6 +305,7 @@ def load(
     isa: str | None = None,
     quantize: Quantize | None = None,
     kv_dtype: KVDtype = "float16",
+    prefix_cache_bytes: int = 0,
     progress: LoadProgress | None = None,
 ) -> LLM:
     """Load a model by path (a GGUF file or a Hugging Face folder), alias, hf:owner/repo or hf:owner/repo/file, and pack its weights.
@@ -293,9 +316,13 @@ def load(
     other implementations. `context` in tokens, at most the model's.
     `memory_limit_bytes` bounds weights, KV state and scratch; None: nine tenths of the memory free now. `quantize` is for folders: what
     matrices of a fitting width become (None: q8_0); a GGUF file is taken as it is.
+    `prefix_cache_bytes`: at most so much of that keeps what was computed, for prompts that begin with the same tokens; it gives way to
+    requests that need the memory. 0: only a `state` that is passed on is reused.
     Raises a QuaffError for anything wrong with the file, the options or the memory.
     """
-    config = EngineConfig(threads, chunk, schedule, activations, context, memory_limit_bytes, fuse, kv_dtype)
+    config = EngineConfig(
+        threads, chunk, schedule, activations, context, memory_limit_bytes, fuse, kv_dtype, prefix_cache_bytes=prefix_cache_bytes
+    )
     if isa is not None:
         set_isa(isa)
     _check_isa()
@@ -382,7 +409,8 @@ class LLM:
         cache = PageCache(self.graph.kv_kinds, pools, self.accountant, self.graph.state_kinds, states)
         runner = Runner(self.graph, self._weights, pools, threads, self.accountant, states)
         order = choose_order(engine_config.schedule, self.chunk)
-        self.engine = Engine(runner, cache, order, self.context, self.tokenizer.end_ids)
+        prefix = PrefixCache(cache, engine_config.prefix_cache_bytes) if engine_config.prefix_cache_bytes else None
+        self.engine = Engine(runner, cache, order, self.context, self.tokenizer.end_ids, prefix=prefix)
         self.load_seconds = time.perf_counter() - began
 
     # What is loaded, and how it runs
@@ -437,6 +465,7 @@ class LLM:
             "weight_bytes": self.weight_bytes,
             "activations": self.engine_config.activations,
             "kv_dtype": self.engine_config.kv_dtype,
+            "prefix_cache_bytes": self.engine_config.prefix_cache_bytes,
             "numerics_version": _native.NUMERICS_VERSION,
             "isa": _native.isa(),
             "threads": self.threads,
@@ -525,7 +554,7 @@ class LLM:
         for reader in readers:
             reader.finish()
         spent = self.counters - before
-        completions = [_completion(request, reader, spent) for request, reader in zip(requests, readers, strict=True)]
+        completions = [_completion(request, reader, spent, self.tokenizer) for request, reader in zip(requests, readers, strict=True)]
         if not single:
             return completions
         if requests[0].error is not None:
@@ -585,7 +614,7 @@ class LLM:
         # Another thread may run the request as soon as the lock is free; the memory of its result comes first.
         with self.engine.lock:
             request = self._submit_prefill(tokens, first, on_logits, state)
-            wanted = 0 if logits == "none" else len(tokens) - request.reused if logits == "all" else 1
+            wanted = 0 if logits == "none" else len(tokens) - request.cached_tokens if logits == "all" else 1
             try:
                 kept = self._result(wanted)
             except MemoryBudgetError:
@@ -603,7 +632,7 @@ class LLM:
         return PrefillResult(
             prompt_tokens=len(tokens),
             computed_tokens=request.computed,
-            reused_tokens=request.reused,
+            cached_tokens=request.cached_tokens,
             cancelled=request.finish_reason == "cancelled",
             logits=None if not filled else kept[:filled] if logits == "all" else kept[0],
             logits_sha256=digest.hexdigest() if digest is not None else None,

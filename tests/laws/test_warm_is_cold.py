@@ -41,7 +41,7 @@ def test_cold_warm_and_warm_again(llm: LLM, cached: int) -> None:
     warm = llm.prefill(tokens, state=base.state)
     again = llm.prefill(tokens, state=base.state)
     hot = llm.prefill(tokens, state=again.state)
-    assert (cold.reused_tokens, warm.reused_tokens, again.reused_tokens, hot.reused_tokens) == (0, cached, cached, 199)
+    assert (cold.cached_tokens, warm.cached_tokens, again.cached_tokens, hot.cached_tokens) == (0, cached, cached, 199)
     assert warm.counters.head_rows == 1
     for result in (warm, again, hot):
         assert result.logits is not None and cold.logits is not None
@@ -58,7 +58,7 @@ def test_prompt_600_cached_590_chunk_512(llm: LLM) -> None:
     cold = llm.prefill(tokens)
     with llm.prefill(tokens[:590], logits="none").state as state:
         warm = llm.prefill(tokens, state=state)
-    assert warm.reused_tokens == 590
+    assert warm.cached_tokens == 590
     assert warm.logits is not None and cold.logits is not None
     assert warm.logits.tobytes() == cold.logits.tobytes()
     assert warm.kv_sha256 == cold.kv_sha256
@@ -73,7 +73,7 @@ def test_prompt_shorter_than_the_cache_evaluates_its_last_token(llm: LLM, length
         short = llm.prefill(tokens[:length], state=state)
         cold = llm.prefill(tokens[:length])
     assert short.counters.head_rows == 1
-    assert short.computed_tokens - short.reused_tokens >= 1
+    assert short.computed_tokens - short.cached_tokens >= 1
     assert short.logits is not None and cold.logits is not None
     assert short.logits.tobytes() == cold.logits.tobytes()
     assert short.kv_sha256 == cold.kv_sha256
@@ -126,7 +126,7 @@ def test_generation_is_the_same_alone_in_company_and_after_a_cached_prefix(llm: 
     assert [c.text for c in together] == [c.text for c in alone]
     with llm.prefill(prompts[3][:128], logits="none").state as state:
         warm = llm.generate(prompts[3], each[3], state=state)
-    assert warm.reused_tokens == 128
+    assert warm.cached_tokens == 128
     assert warm.tokens == alone[3].tokens
     # Decoding equals one long prefill of everything that was generated.
     for p, c in zip(prompts, alone, strict=True):

@@ -147,13 +147,10 @@ class PageCache:
         pages = pages_for(length)
         try:
             for k, table in enumerate(s.tables):
-                first, ids = self._first_needed_page(k, length), np.empty(0, dtype=np.int32)
+                first, there = self._first_needed_page(k, length), []
                 if base is not None and not self.kinds[k].window:
-                    ids = self._sequences[base].tables[k].ids[: shared // PAGE]
-                self._fill(k, table, 0, ids, set())
-                if not len(ids):
-                    table.ids = np.full(max(4, pages), FREED, dtype=np.int32)
-                    table.first = table.pages = first
+                    there = self._sequences[base].tables[k].ids[: shared // PAGE].tolist()
+                self._fill(k, table, first, np.array([FREED] * first + there, dtype=np.int32), set())
                 self._pay(k, table, pages - table.pages)
                 while table.pages < pages:
                     page = self.pools[k].take(zeroed=False)
@@ -340,6 +337,17 @@ class PageCache:
         self.states.snapshot(sequence, position)
         if position and any(kind.window for kind in self.kinds):
             self._sequences[sequence].snapshots.add(position)
+
+    def forget_snapshots(self, sequence: int) -> None:
+        """Keep nothing but what the end needs."""
+        s = self._sequences[sequence]
+        s.snapshots.clear()
+        for k, table in enumerate(s.tables):
+            for p in range(table.first):
+                self._forget(k, table, p)
+            if not table.reserved:
+                self._refund(k, table)
+        self.states.forget_snapshots(sequence)
 
     def places(self, sequence: int) -> tuple[int, ...]:
         """Ascending, the end and the snapshots that have been reached: where the sequence can be continued for sure."""

@@ -79,6 +79,11 @@ class PrefixCounters:
     refused: int = 0
     evicted_bytes: int = 0
 
+    def count(self, queried: int, cached: int) -> None:
+        """One more request."""
+        self.queried_tokens += queried
+        self.cached_tokens += cached
+
 
 @dataclass(eq=False, slots=True)
 class _Place:
@@ -139,6 +144,7 @@ class PrefixCache:
         self._roots: dict[str, _Node] = {}
         self._places: OrderedDict[_Place, None] = OrderedDict()
         self._held: tuple[dict[int, int], ...] = tuple({} for _ in cache.kinds)
+        self._held_slots: dict[Slots, int] = {}
         self._whole = tuple(k for k, kind in enumerate(cache.kinds) if not kind.window)
         self._sliding = tuple(k for k, kind in enumerate(cache.kinds) if kind.window)
         # Everything a row sees is in the nodes: any position is a place.
@@ -159,8 +165,6 @@ class PrefixCache:
         path, matched = self._walk(ids, salt)
         usable = min(matched, most)
         length, place = (usable, None) if self._plain else self._last_place(path, usable)
-        self.counters.queried_tokens += len(tokens)
-        self.counters.cached_tokens += length
         miss = self._miss(ids, path, matched, most, length, salt)
         if not length:
             return Hit(self.cache.create(), 0, miss)
@@ -262,22 +266,28 @@ class PrefixCache:
 
     def _make_room(self, ids: bytes, sequence: int, places: Sequence[int], salt: str) -> bool:
         """Evict until there is room for what a sequence adds; False when there cannot be."""
-        nodes, more = pages_for(places[-1]), len(places) * self.cache.states.slot_bytes
-        for k in self._sliding:
-            more += len({page for p in places for page in self.cache.seen_pages(sequence, k, p)[1]}) * self.cache.pools[k].page_bytes
-        if nodes * self._node_bytes + more > self.cap_bytes:
+        nodes = pages_for(places[-1])
+        if nodes * self._node_bytes + self._places_bytes(sequence, places) > self.cap_bytes:
             return False
         while True:
-            # Nodes that are there already may be evicted on the way.
+            # What is there already may be evicted on the way.
             path, matched = self._walk(ids, salt)
             there = len(path) - (matched < min(PAGE * len(path), places[-1]))
-            room = self.cap_bytes - (nodes - there) * self._node_bytes - more
+            new = [p for p in places if p > matched or (p - 1) % PAGE + 1 not in path[(p - 1) // PAGE].places]
+            room = self.cap_bytes - (nodes - there) * self._node_bytes - self._places_bytes(sequence, new)
             if self.used_bytes <= room:
                 return True
             before = self.used_bytes
             self._evict(partial(self._is_within, room))
             if self.used_bytes == before:
                 return False
+
+    def _places_bytes(self, sequence: int, places: Sequence[int]) -> int:
+        """Bytes of what the places of a sequence keep beside the nodes."""
+        total = len(places) * self.cache.states.slot_bytes
+        for k in self._sliding:
+            total += len({page for p in places for page in self.cache.seen_pages(sequence, k, p)[1]}) * self.cache.pools[k].page_bytes
+        return total
 
     def _is_within(self, room: int) -> bool:
         return self.used_bytes <= room
@@ -312,9 +322,7 @@ class PrefixCache:
             place = node.places[offset] = _Place(node, offset, slots, windows)
             for k, (_, pages) in enumerate(windows):
                 self._hold((k,) * len(pages), pages)
-            if slots:
-                self.cache.states.hold(slots)
-                self.used_bytes += self.cache.states.slot_bytes
+            self._hold_slots(slots)
         self._places[place] = None
         self._places.move_to_end(place)
 
@@ -373,9 +381,7 @@ class PrefixCache:
         del node.places[place.offset]
         for k, (_, pages) in enumerate(place.windows):
             self._drop((k,) * len(pages), pages)
-        if place.slots:
-            self.cache.states.drop(place.slots)
-            self.used_bytes -= self.cache.states.slot_bytes
+        self._drop_slots(place.slots)
         while node is not None and not node.children and not node.places:
             parent = node.parent
             if parent is None:
@@ -398,10 +404,9 @@ class PrefixCache:
         pools, total = self.cache.pools, 0
         for k, held in enumerate(self._held):
             total += pools[k].page_bytes * sum(self.cache.holders(k, page) == 1 for page in held)
-        free = {place.slots for place in self._places if place.slots and self.cache.states.holders(place.slots) == 1}
-        return total + len(free) * self.cache.states.slot_bytes
+        return total + self.cache.states.slot_bytes * sum(self.cache.states.holders(slots) == 1 for slots in self._held_slots)
 
-    # A page that several places see is held, and counted, once
+    # What several places keep, or branches that part after it, is held once and counted once
 
     def _hold(self, kinds: Sequence[int], pages: Sequence[int]) -> None:
         for k, page in zip(kinds, pages, strict=True):
@@ -410,6 +415,21 @@ class PrefixCache:
                 self.cache.hold(k, page)
                 self.used_bytes += self.cache.pools[k].page_bytes
             held[page] = held.get(page, 0) + 1
+
+    def _hold_slots(self, slots: Slots) -> None:
+        if slots:
+            if slots not in self._held_slots:
+                self.cache.states.hold(slots)
+                self.used_bytes += self.cache.states.slot_bytes
+            self._held_slots[slots] = self._held_slots.get(slots, 0) + 1
+
+    def _drop_slots(self, slots: Slots) -> None:
+        if slots:
+            self._held_slots[slots] -= 1
+            if not self._held_slots[slots]:
+                del self._held_slots[slots]
+                self.cache.states.drop(slots)
+                self.used_bytes -= self.cache.states.slot_bytes
 
     def _drop(self, kinds: Sequence[int], pages: Sequence[int]) -> None:
         for k, page in zip(kinds, pages, strict=True):

@@ -128,6 +128,12 @@ class StateCache:
         if self.kinds and position:
             s.snapshots.add(position)
 
+    def forget_snapshots(self, sequence: int) -> None:
+        """Keep no state but that of the end."""
+        s = self._sequences[sequence]
+        s.snapshots.clear()
+        self._trim(s)
+
     def has(self, sequence: int, position: int) -> bool:
         """True where a row may continue: at 0, at the end, and at snapshots."""
         return not self.kinds or position == 0 or position in self._sequences[sequence].kept
@@ -202,7 +208,7 @@ class StateCache:
 
     def read(self, sequence: int, update: Callable[[bytes], object]) -> None:
         """Feed the state at the end: per kind and layer its values, f32."""
-        for pool, slot in zip(self.pools, self.end(sequence), strict=False):
+        for pool, slot in zip(self.pools, self.slots(sequence, self._sequences[sequence].written), strict=False):
             update(pool.array(slot).astype("<f4", copy=False).tobytes())
 
     @property

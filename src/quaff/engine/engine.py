@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 
 from quaff.batch import Batch, Counters, Logits
 from quaff.cache.pages import PageCache
+from quaff.cache.prefix import Miss, PrefixCache
 from quaff.engine.pace import Pace, Policy
 from quaff.engine.runner import Runner
 from quaff.engine.sampler import Constraint, SamplingParams, TokenLogprobs, describe, sample
@@ -39,6 +40,8 @@ LOGITS_BYTES = 64 << 20
 BLOCK_ROWS = {"token": 256, "chunk": 2048, "layer": 4096}
 """Rows of prompts in one native call. A cancelled layer-major step may lose its whole block; longer blocks only save Python's share."""
 LAYER_SCRATCH_BYTES = 1 << 30
+MOST_BOUNDARIES = 4
+"""Places of one prompt at which recurrent state is kept: each costs as much as a whole state."""
 STEP_DRAFTS = 32
 """Guessed rows of one step, shared out among those that decode in it: they must not cost the others more than a short prompt would."""
 
@@ -61,14 +64,18 @@ class Options(TypedDict, total=False):
     keep: bool
     constraint: Constraint | None
     share: Request | None
+    boundaries: Sequence[int]
+    salt: str
 
 
 @dataclass(eq=False, slots=True)
 class Request:
     """A sequence in the engine. `tokens` are known, `computed` of them are in the KV state. Read it freely; only the engine writes.
 
-    `reserved`: positions that memory is counted for. `logprobs` has one entry per generated token and `prompt_logprobs` one per prompt
-    token after the first, where its parameters ask for them. `drafted` guessed tokens were checked, `accepted` of them were right.
+    `cached_tokens` were not computed for it, and `miss` says why they are not more. `version` is that of the prefix tree in which it was
+    looked for, -1: not yet. `reserved`: positions that memory is counted for. `logprobs` has one entry per generated token and
+    `prompt_logprobs` one per prompt token after the first, where its parameters ask for them. `drafted` guessed tokens were checked,
+    `accepted` of them were right.
     """
 
     id: int
@@ -83,9 +90,13 @@ class Request:
     base: int | None
     base_tokens: Sequence[int]
     prompt_tokens: int
+    boundaries: tuple[int, ...] = ()
+    salt: str = ""
     reserved: int = 0
     sequence: int = 0
-    reused: int = 0
+    cached_tokens: int = 0
+    miss: Miss | None = None
+    version: int = -1
     computed: int = 0
     admitted: bool = False
     cancelled: bool = False
@@ -109,6 +120,11 @@ class Request:
     @property
     def generated(self) -> int:
         return len(self.tokens) - self.prompt_tokens
+
+
+def _few(boundaries: Sequence[int]) -> tuple[int, ...]:
+    """The first of many and the last ones: what all conversations share, and where this one may go on in another way."""
+    return tuple(boundaries if len(boundaries) <= MOST_BOUNDARIES else [boundaries[0], *boundaries[1 - MOST_BOUNDARIES :]])
 
 
 def row_work(graph: Graph) -> Callable[[int], int]:
@@ -146,14 +162,23 @@ def make_scheduler(order: Order, graph: Graph, policy: Policy | None = None, pla
 class Engine:
     """Continuous batching over one model. `end_ids` end a completion, `context` bounds the positions of a sequence, `plan` the steps.
 
-    What streamed weights cost counts as `prefill_stream` in steps that read a prompt, as `decode_stream` in all others.
+    With `prefix`, what was computed for one request is found again by those that begin with the same tokens. What streamed weights cost
+    counts as `prefill_stream` in steps that read a prompt, as `decode_stream` in all others.
     """
 
     def __init__(
-        self, runner: Runner, cache: PageCache, order: Order, context: int, end_ids: frozenset[int], plan: Plan | None = None
+        self,
+        runner: Runner,
+        cache: PageCache,
+        order: Order,
+        context: int,
+        end_ids: frozenset[int],
+        plan: Plan | None = None,
+        prefix: PrefixCache | None = None,
     ) -> None:
         self.runner = runner
         self.cache = cache
+        self.prefix = prefix
         self.context = context
         self.end_ids = end_ids
         self.plan = plan
@@ -220,7 +245,8 @@ class Engine:
         `logits_from`: `on_logits(position, row)` gets every computed row from that position on, in order. `base`: a sequence that holds
         `base_tokens`; the prefix they share is not computed again, but the last token always is. `keep` leaves the sequence to the caller.
         `constraint` says what may be generated. `share`: a request with the same prompt, most often of another `choice`: its state is used
-        as soon as its prompt is computed.
+        as soon as its prompt is computed. `boundaries` are a few lengths at which other prompts may part from this one (the ends of
+        messages): models that cannot go back to any position keep their state there. Only requests with the same `salt` share a prefix.
         """
         request = self.request(tokens, **options)
         self.enter(request)
@@ -247,6 +273,8 @@ class Engine:
             base=options.get("base"),
             base_tokens=options.get("base_tokens", ()),
             prompt_tokens=len(tokens),
+            boundaries=_few([b for b in sorted(set(options.get("boundaries", ()))) if 0 < b < len(tokens)]),
+            salt=options.get("salt", ""),
         )
 
     def enter(self, request: Request) -> None:
@@ -269,9 +297,9 @@ class Engine:
         wants_all = request.params is not None and request.params.prompt_logprobs is not None
         most = 0 if wants_all else min(request.prompt_tokens - 1, len(base_tokens), self.cache.written(base))
         shared = next((i for i in range(most) if request.tokens[i] != base_tokens[i]), most)
-        reused = self.cache.longest(base, shared)
-        request.sequence = self.cache.fork(base, reused) if reused else self.cache.create()
-        request.reused = request.computed = reused
+        cached = self.cache.longest(base, shared)
+        request.sequence = self.cache.fork(base, cached) if cached else self.cache.create()
+        request.cached_tokens = request.computed = cached
 
     def _follow(self, request: Request) -> bool:
         """Wait for the prompt of the request that this one shares, unless that is computed, or never will be."""
@@ -321,6 +349,8 @@ class Engine:
         with self.lock:
             self.cancel()
             self.sweep()
+            if self.prefix is not None:
+                self.prefix.clear()
             self.runner.close()
 
     def cancel(self, request: Request | None = None) -> None:
@@ -480,16 +510,30 @@ class Engine:
                     self._fail(request, error)
                     continue
                 request.admitted = True
+                if self.prefix is not None and not request.started_at:
+                    self.prefix.counters.count(request.prompt_tokens, request.cached_tokens)
                 request.started_at = request.started_at or time.perf_counter()
                 self._scheduler.add(request.id, len(request.tokens), request.computed, request.logits_from)
             self._waiting.popleft()
 
     def _attach(self, request: Request) -> None:
-        """The sequence that a request grows."""
-        if not request.sequence:
+        """The sequence that a request grows: what it was given, else what the prefix tree has; and marks where its state is to be kept."""
+        prefix = self.prefix
+        if prefix is not None and request.version != prefix.version and (request.version >= 0 or not request.computed):
+            # Rows whose logits are wanted are computed, the last one always. One that had to wait may find more now.
+            hit = prefix.attach(request.tokens, min(len(request.tokens) - 1, request.logits_from), request.salt)
+            if request.sequence:
+                self.cache.free(request.sequence)
+            request.sequence, request.computed, request.version = hit.sequence, hit.length, prefix.version
+            if not request.started_at:
+                request.cached_tokens, request.miss = hit.length, hit.miss
+        elif not request.sequence:
             request.sequence = self.cache.create()
-        if (request.keep or request.id in self._followers) and self.cache.written(request.sequence) < request.prompt_tokens:
+        if (prefix is not None or request.keep or request.id in self._followers) and request.computed < request.prompt_tokens:
             self._keep_last(request)
+        for place in request.boundaries if prefix is not None else ():
+            if place >= request.computed:
+                self.cache.snapshot(request.sequence, place)
 
     def _reserve(self, request: Request) -> None:
         """Count the memory of the tokens that a request has and of some more; alone, it gets what fits.
@@ -501,19 +545,22 @@ class Engine:
             wanted = min(self.context, request.prompt_tokens + request.params.max_tokens, wanted + AHEAD_TOKENS)
         try:
             self._reserve_positions(request, wanted)
+            return
         except MemoryBudgetError:
-            least = len(request.tokens)
-            if len(self._scheduler) - request.admitted or least >= wanted:
+            if len(self._scheduler) - request.admitted:
                 raise
-            self._reserve_positions(request, least)
-            while wanted - least > 1:
-                middle = (least + wanted) // 2
-                try:
-                    self._reserve_positions(request, middle)
-                    least = middle
-                except MemoryBudgetError:
-                    wanted = middle
-            self._reserve_positions(request, least)
+        # Places to come back to are worth less than the answer.
+        self.cache.forget_snapshots(request.sequence)
+        least, most = len(request.tokens), wanted + 1
+        self._reserve_positions(request, least)
+        while most - least > 1:
+            middle = (least + most) // 2
+            try:
+                self._reserve_positions(request, middle)
+                least = middle
+            except MemoryBudgetError:
+                most = middle
+        self._reserve_positions(request, least)
 
     def _extend(self) -> None:
         """Count more memory for those that have used theirs up. Where there is none, those that came last give way until there is."""
@@ -532,10 +579,15 @@ class Engine:
         """Forget the state of a request and queue it again; it is computed anew, to the same bits, when there is memory."""
         self.preemptions += 1
         self._scheduler.remove(request.id)
+        self.cache.settle(request.sequence)
+        if self.prefix is not None:
+            # The tree gives way in its turn; what is left then is not computed again.
+            self.prefix.publish(request.sequence, request.tokens[: request.computed], request.salt)
         self.cache.free(request.sequence)
         request.logits_from = max(request.logits_from, request.computed)  # what it has heard it does not hear again
         request.admitted = False
         request.sequence = request.computed = request.reserved = 0
+        request.version = -1
         request.draft = []
         self._waiting.appendleft(request)
         self._reserve_step(self._scheduler, self.order, self._drafts)
@@ -614,6 +666,8 @@ class Engine:
                 self._count_guess(request, guessed, rows, poisoned)
             if request.computed >= request.prompt_tokens and not request.prefilled_at:
                 request.prefilled_at = now
+                if self.prefix is not None and reason is None and request.params is not None:
+                    self.prefix.publish(request.sequence, request.tokens[: request.computed], request.salt, growing=True)
                 self._let_go(request)
             if reason is None and request.params is None and request.computed == len(request.tokens):
                 reason = "prefilled"
@@ -674,13 +728,16 @@ class Engine:
         request.finish_reason = reason
         request.finished_at = time.perf_counter()
         del self._requests[request.id]
+        if request.sequence:
+            self.cache.settle(request.sequence)
+            if self.prefix is not None and request.admitted and reason != "error":
+                self.prefix.publish(request.sequence, request.tokens[: request.computed], request.salt)
         self._let_go(request)
         if request.admitted:
             self._scheduler.remove(request.id)
             self._reserve_step(self._scheduler, self.order, self._drafts)
         if request.keep:
             request.sequence = request.sequence or self.cache.create()
-            self.cache.settle(request.sequence)
         elif request.sequence:
             self.cache.free(request.sequence)
 

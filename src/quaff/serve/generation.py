@@ -166,7 +166,7 @@ class Generation:
 
     def _add_progress(self, update: Update, at: float) -> None:
         request, total = update.request, update.request.prompt_tokens
-        cached = request.reused
+        cached = request.cached_tokens
         work = self._llm.engine.runner.work
         done, least, most = (work(0, min(n, total), 0) if n else 0 for n in (update.computed, cached, total))
         processed = cached + (total - cached) * max(0, done - least) // max(1, most - least)
@@ -184,7 +184,7 @@ class Generation:
             finish_reason=request.finish_reason or "error",
             stop=self._reader.stopped_by,
             prompt_tokens=request.prompt_tokens,
-            cached_tokens=request.reused,
+            cached_tokens=request.cached_tokens,
             drafted_tokens=request.drafted,
             accepted_tokens=request.accepted,
             queue_seconds=max(0.0, request.started_at - request.submitted_at),

@@ -92,7 +92,7 @@ class Metrics:
             return
         self._prompt.inc(request.prompt_tokens)
         self._queried.inc(request.prompt_tokens)
-        self._hits.inc(request.reused)
+        self._hits.inc(request.cached_tokens)
         self._generated.inc(request.generated)
         self._drafted.inc(request.drafted)
         self._accepted.inc(request.accepted)

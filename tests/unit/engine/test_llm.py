@@ -281,7 +281,7 @@ def test_cancel_keeps_the_finished_prefix_and_a_retry_goes_on(llm: LLM, schedule
     assert cut.kv_sha256 == llm.prefill(tokens[: cut.computed_tokens], logits="none").kv_sha256
     done = llm.prefill(tokens, state=cut.state)
     cold = llm.prefill(tokens)
-    assert done.reused_tokens == cut.computed_tokens
+    assert done.cached_tokens == cut.computed_tokens
     assert done.logits is not None and cold.logits is not None
     assert done.logits.tobytes() == cold.logits.tobytes()
     assert done.kv_sha256 == cold.kv_sha256
@@ -299,7 +299,7 @@ def test_cancel_takes_recurrent_layers_back_to_where_the_step_began(name: str, t
         assert cut.cancelled and 0 < cut.computed_tokens < 1500 and cut.computed_tokens % 200 == 0
         assert cut.kv_sha256 == llm.prefill(tokens[: cut.computed_tokens], logits="none").kv_sha256
         done, cold = llm.prefill(tokens, state=cut.state), llm.prefill(tokens)
-        assert done.reused_tokens == cut.computed_tokens
+        assert done.cached_tokens == cut.computed_tokens
         assert done.logits is not None and cold.logits is not None
         assert done.logits.tobytes() == cold.logits.tobytes()
         assert done.kv_sha256 == cold.kv_sha256
@@ -313,7 +313,7 @@ def test_a_recurrent_state_is_reused_only_where_it_is_known(name: str, tmp_path:
         base = llm.prefill(tokens[:60]).state
         for ids, reused in ((tokens, 60), (tokens[:60], 59), (tokens[:59] + other, 59), (tokens[:50] + other, 0)):
             warm, cold = llm.prefill(ids, state=base), llm.prefill(ids)
-            assert warm.reused_tokens == reused
+            assert warm.cached_tokens == reused
             assert warm.logits is not None and cold.logits is not None
             assert warm.logits.tobytes() == cold.logits.tobytes()
             assert warm.kv_sha256 == cold.kv_sha256

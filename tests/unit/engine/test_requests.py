@@ -147,7 +147,7 @@ def test_choices_share_the_prompt_and_are_what_they_are_alone(llm: LLM) -> None:
     assert llm.engine.waiting == 4
     llm.engine.run([first, *rest])
     assert [tuple(generated(r)) for r in (first, *rest)] == list(alone)
-    assert [r.reused for r in rest] == [149] * 3
+    assert [r.cached_tokens for r in rest] == [149] * 3
     rows = (llm.counters - before).macs // sum(s.macs_per_row for s in llm.graph.stages[: llm.graph.stages.index(last_mixer(llm)) + 1])
     assert rows <= 150 + 3 + 4 * 12
 
@@ -172,7 +172,10 @@ def test_choices_outlive_the_request_that_they_share(llm: LLM, when: str) -> Non
     assert first.finish_reason == "cancelled"
     assert [tuple(generated(r)) for r in rest] == alone[1:]
     if when == "during":
-        assert rest[0].reused == (first.computed if not llm.graph.state_kinds else rest[0].reused) and rest[1].reused == 149
+        assert (
+            rest[0].cached_tokens == (first.computed if not llm.graph.state_kinds else rest[0].cached_tokens)
+            and rest[1].cached_tokens == 149
+        )
     assert not llm.engine._followers
 
 
@@ -188,7 +191,7 @@ def test_a_choice_that_comes_late_or_has_another_prompt_is_right_all_the_same(ll
     late = llm.engine.submit(tokens, params=PARAMS, share=first)
     llm.engine.run([first, wrong, gone, late])
     assert [tuple(generated(r)) for r in (first, wrong, late)] == [alone[0], alone[1], alone[0]]
-    assert (wrong.reused, gone.finish_reason) == (0, "cancelled")
+    assert (wrong.cached_tokens, gone.finish_reason) == (0, "cancelled")
     after = llm.engine.submit(tokens, params=PARAMS, share=first)
     llm.engine.run([after])
     assert tuple(generated(after)) == alone[0]
