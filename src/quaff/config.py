@@ -6,6 +6,7 @@ import math
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal, get_args
 
 from quaff.errors import ConfigError, quote
@@ -287,7 +288,8 @@ class EngineConfig:
     `chunk` in rows, `context` in tokens (None: the model's), `memory_limit_bytes` bounds weights, KV pages and scratch. `memory` bounds all
     of the process instead: what does not fit is streamed from the file.
     `activations="float32"` does not quantise activations, `kv_dtype="float32"` does not round keys and values: slower, both for checking
-    against other implementations. `prefix_cache_bytes` of the limit at most keep what was computed for prompts to come.
+    against other implementations. `prefix_cache_bytes` of the limit at most keep what was computed for prompts to come; with a folder
+    `store` it is kept in files too, `store_cap_bytes` of them at most.
     """
 
     threads: int | None = None
@@ -300,6 +302,8 @@ class EngineConfig:
     kv_dtype: KVDtype = "float16"
     memory: Memory | None = None
     prefix_cache_bytes: int = 0
+    store: Path | None = None
+    store_cap_bytes: int = 16 << 30
 
     def __post_init__(self) -> None:
         for name, value, most in (
@@ -307,11 +311,13 @@ class EngineConfig:
             ("chunk", self.chunk, 1 << 20),
             ("context", self.context, 1 << 30),
             ("memory_limit_bytes", self.memory_limit_bytes, 1 << 50),
+            ("store_cap_bytes", self.store_cap_bytes, 1 << 50),
         ):
             if value is not None:
                 _size(name, value, most)
         if self.prefix_cache_bytes != 0:
             _size("prefix_cache_bytes", self.prefix_cache_bytes, 1 << 50)
+        _check(self.store is None or self.prefix_cache_bytes > 0, "a store is filled from the prefix cache; give prefix_cache_bytes too")
         _check(self.schedule in ("token", "chunk", "layer"), f"schedule is {self.schedule!r}; expected token, chunk or layer")
         if self.memory is not None and self.memory != "auto":
             _size("memory", self.memory, 1 << 50)

@@ -9,6 +9,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from hashlib import sha256
 from pathlib import Path
 from types import TracebackType
@@ -19,10 +20,14 @@ from numpy.typing import NDArray
 
 from quaff import _native, hub
 from quaff.batch import Counters
+from quaff.cache.bits_key import bits_key, remembered_content
+from quaff.cache.entry import Layout
 from quaff.cache.pages import PageCache
 from quaff.cache.prefix import PrefixCache
+from quaff.cache.store import Store
 from quaff.checkpoint import Checkpoint
 from quaff.config import Activations, EngineConfig, KVDtype, ModelConfig, Quantize, Schedule, rows_per_expert
+from quaff.engine.disk import DiskTier
 from quaff.engine.engine import Engine, FinishReason, Request
 from quaff.engine.reader import Reader
 from quaff.engine.runner import Runner
@@ -306,6 +311,8 @@ def load(
     quantize: Quantize | None = None,
     kv_dtype: KVDtype = "float16",
     prefix_cache_bytes: int = 0,
+    store: bool | str | os.PathLike[str] = False,
+    store_cap_bytes: int = 16 << 30,
     progress: LoadProgress | None = None,
 ) -> LLM:
     """Load a model by path (a GGUF file or a Hugging Face folder), alias, hf:owner/repo or hf:owner/repo/file, and pack its weights.
@@ -317,18 +324,39 @@ def load(
     `memory_limit_bytes` bounds weights, KV state and scratch; None: nine tenths of the memory free now. `quantize` is for folders: what
     matrices of a fitting width become (None: q8_0); a GGUF file is taken as it is.
     `prefix_cache_bytes`: at most so much of that keeps what was computed, for prompts that begin with the same tokens; it gives way to
-    requests that need the memory. 0: only a `state` that is passed on is reused.
+    requests that need the memory. 0: only a `state` that is passed on is reused. `store`: a folder, or True for one in the user's cache, in
+    which all that is kept in files too, `store_cap_bytes` of them at most, for later and for other processes; the first load of a model
+    with it reads the whole file once to know it again.
     Raises a QuaffError for anything wrong with the file, the options or the memory.
     """
     config = EngineConfig(
-        threads, chunk, schedule, activations, context, memory_limit_bytes, fuse, kv_dtype, prefix_cache_bytes=prefix_cache_bytes
+        threads,
+        chunk,
+        schedule,
+        activations,
+        context,
+        memory_limit_bytes,
+        fuse,
+        kv_dtype,
+        prefix_cache_bytes=prefix_cache_bytes,
+        store=_store_folder(store),
+        store_cap_bytes=store_cap_bytes,
     )
     if isa is not None:
         set_isa(isa)
     _check_isa()
     path = hub.resolve(model, progress)
     with located(path), open_model(path, quantize) as checkpoint:
-        return LLM(checkpoint, config, (lambda done, total: progress("packing weights", done, total)) if progress else None)
+        return LLM(checkpoint, config, progress)
+
+
+def _store_folder(store: bool | str | os.PathLike[str]) -> Path | None:
+    if isinstance(store, bool):
+        return hub.cache_dir() / "prefixes" if store else None
+    try:
+        return Path(store).expanduser()
+    except (TypeError, RuntimeError):  # no path, or a home folder that is not known
+        raise ConfigError(f"store is {store!r}; expected a folder, True or False") from None
 
 
 def set_isa(name: str) -> None:
@@ -381,7 +409,7 @@ def _measured_chunk(bytes_per_weight: float, threads: int, expert_share: float) 
 class LLM:
     """A loaded model. Methods may be called from several threads; their requests share batches. Close it, or use it in a `with` block."""
 
-    def __init__(self, checkpoint: Checkpoint, engine_config: EngineConfig, progress: Callable[[int, int], None] | None = None) -> None:
+    def __init__(self, checkpoint: Checkpoint, engine_config: EngineConfig, progress: LoadProgress | None = None) -> None:
         """`checkpoint` may be closed afterwards: weights are copied."""
         began = time.perf_counter()
         model = read_model(checkpoint, engine_config.context)
@@ -400,7 +428,7 @@ class LLM:
         if limit is None and (available := available_memory_bytes()) is not None:
             limit = int(available * MEMORY_SHARE)
         self.accountant = Accountant(limit)
-        self._weights = ResidentWeights(model.views, threads, self.accountant, progress)
+        self._weights = ResidentWeights(model.views, threads, self.accountant, partial(progress, "packing weights") if progress else None)
         self.chunk = engine_config.chunk or _measured_chunk(self._weights.bytes_per_weight, threads, rows_per_expert(self.graph.config))
         pools = [
             _native.PagePool(len(kind.layers), kind.kv_heads, kind.dim, kind.value_dim, kind.value_bytes) for kind in self.graph.kv_kinds
@@ -411,6 +439,13 @@ class LLM:
         order = choose_order(engine_config.schedule, self.chunk)
         prefix = PrefixCache(cache, engine_config.prefix_cache_bytes) if engine_config.prefix_cache_bytes else None
         self.engine = Engine(runner, cache, order, self.context, self.tokenizer.end_ids, prefix=prefix)
+        self.disk: DiskTier | None = None
+        if prefix is not None and engine_config.store is not None:
+            report = partial(progress, "hashing weights") if progress else None
+            content = remembered_content(checkpoint, model.views, engine_config.store / "content", report)
+            key = bits_key(content, model.config, engine_config.activations, engine_config.kv_dtype)
+            layout = Layout(cache.kinds, cache.states.kinds)
+            self.disk = DiskTier(self.engine, prefix, Store(engine_config.store, key, layout, engine_config.store_cap_bytes))
         self.load_seconds = time.perf_counter() - began
 
     # What is loaded, and how it runs
@@ -466,6 +501,7 @@ class LLM:
             "activations": self.engine_config.activations,
             "kv_dtype": self.engine_config.kv_dtype,
             "prefix_cache_bytes": self.engine_config.prefix_cache_bytes,
+            "store": str(self.engine_config.store) if self.disk is not None else None,
             "numerics_version": _native.NUMERICS_VERSION,
             "isa": _native.isa(),
             "threads": self.threads,
@@ -474,7 +510,9 @@ class LLM:
         }
 
     def close(self) -> None:
-        """Give back the weights. The model and its states cannot be used afterwards."""
+        """Give back the weights, when what is to be kept on disk is there. The model and its states cannot be used afterwards."""
+        if self.disk is not None:
+            self.disk.close()
         self.engine.close()
         self._weights.close()
 
@@ -611,6 +649,8 @@ class LLM:
             raise ConfigError(f"logits is {logits!r}; expected none, last, all or sha256")
         first = None if logits == "none" else len(tokens) - 1 if logits == "last" else 0
         before, began = self.counters, time.perf_counter()
+        if state is None and logits in ("none", "last"):
+            self.restore(tokens)
         # Another thread may run the request as soon as the lock is free; the memory of its result comes first.
         with self.engine.lock:
             request = self._submit_prefill(tokens, first, on_logits, state)
@@ -667,9 +707,18 @@ class LLM:
         """End everything that is running at the next cell boundary; finished positions are kept. May be called from any thread."""
         self.engine.cancel()
 
+    def restore(self, tokens: Sequence[int], salt: str = "") -> int:
+        """Bring what the store has of a prompt into the prefix cache, for a request that is submitted next: how many tokens it saves.
+
+        The methods above do so themselves. 0 without a store. Takes as long as reading the files does, in the calling thread.
+        """
+        return self.disk.restore(tokens, salt) if self.disk is not None else 0
+
     # Inside
 
     def _submit(self, tokens: list[int], params: SamplingParams, reader: Reader, state: State | None) -> Request:
+        if state is None and params.prompt_logprobs is None:
+            self.restore(tokens)
         base, base_tokens = state.base(self.engine) if state is not None else (None, ())
         return self.engine.submit(tokens, params=params, accept=reader.accept, base=base, base_tokens=base_tokens)
 

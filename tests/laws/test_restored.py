@@ -18,7 +18,7 @@ PLACES = (1, PAGE - 1, PAGE, PAGE + 1, BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK, L
 
 
 def make_store(model: Tinyrun, folder: Path) -> Store:
-    return Store(folder, KEY, Layout(model.cache.kinds, model.cache.states.kinds))
+    return Store(folder, KEY, Layout(model.cache.kinds, model.cache.states.kinds), 1 << 30)
 
 
 def put(model: Tinyrun, store: Store, tokens: list[int], places: tuple[int, ...]) -> None:

@@ -42,9 +42,6 @@ from quaff.weights.budget import human_bytes
 
 log = logging.getLogger(__name__)
 
-FOLDER = "prefixes"
-"""Of the cache folder."""
-DEFAULT_CAP_BYTES = 16 << 30
 _CANDIDATES = 64
 """Headers that are read to see how far a file goes along with a prompt: the last used ones of those that continue one chain."""
 _QUEUE = 64
@@ -85,6 +82,10 @@ class Found:
     def full(self) -> int:
         return self.pieces[-1].end
 
+    def payload_bytes(self, layout: Layout) -> int:
+        """Bytes of pages and states in its files."""
+        return sum(piece.payload_bytes(layout) for piece in self.pieces)
+
     def reusable(self, positions: int) -> int:
         """How many of `positions` leading ones that are in memory need not be read: those of whole blocks, the last file apart."""
         return min(positions // BLOCK * BLOCK, self.pieces[-1].start)
@@ -104,7 +105,7 @@ class Store:
     `cap_bytes` bounds the files of all models in `folder`; several processes may pass it by a sixteenth each before they notice.
     """
 
-    def __init__(self, folder: Path, key: bytes, layout: Layout, cap_bytes: int = DEFAULT_CAP_BYTES) -> None:
+    def __init__(self, folder: Path, key: bytes, layout: Layout, cap_bytes: int) -> None:
         self.key = key
         self.layout = layout
         self._shelf = Shelf(folder / "v1", stem(key), cap_bytes)

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import FrameType
-from typing import Literal, TypedDict, Unpack
+from typing import Literal, TypedDict, TypeVar, Unpack
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,6 +33,7 @@ from quaff.graph.program import Graph, OpKind
 from quaff.schedule import Order
 from quaff.weights.plan import Plan, StreamCounters
 
+T = TypeVar("T")
 FinishReason = Literal["stop", "length", "cancelled", "error", "prefilled"]
 
 LOGITS_BYTES = 64 << 20
@@ -464,6 +465,13 @@ class Engine:
             self.prefill_stream += after - before
         else:
             self.decode_stream += after - before
+
+    def call(self, function: Callable[[], T]) -> T:
+        """Run a function between two steps: it may read and change the cache. ValueError when the model is closed."""
+        with self._working():
+            if self._closed:
+                raise ValueError("the model is closed")
+            return function()
 
     def sweep(self, blocking: bool = True) -> None:
         """Finish cancelled requests and free released sequences.

@@ -1,0 +1,102 @@
+"""Between the prefix tree in memory and the store on disk: what is published goes down, what is asked for again comes up before it is
+computed."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from functools import partial
+
+from quaff.batch import PAGE
+from quaff.cache.memory import Memory
+from quaff.cache.prefix import PrefixCache
+from quaff.cache.store import Found, Store
+from quaff.engine.engine import Engine
+from quaff.errors import MemoryBudgetError
+
+WORTH_TOKENS = PAGE
+"""Shorter prefixes, and shorter gains over what is in memory, are computed sooner than they are read."""
+ATTEMPTS = 4
+"""A file that turns out damaged is removed, and the next attempt finds what is left."""
+
+
+class DiskTier:
+    """Puts what an engine's prefix tree is told of into `store`, and restores from it. Any thread may call."""
+
+    def __init__(self, engine: Engine, prefix: PrefixCache, store: Store) -> None:
+        self.store = store
+        self._engine = engine
+        self._prefix = prefix
+        self._reading = threading.Lock()
+        self._restoring = False
+        prefix.on_publish = self._published
+
+    def restore(self, tokens: Sequence[int], salt: str = "") -> int:
+        """Bring what the disk has of a prompt into memory, where a request that is submitted next finds it; how many more tokens it finds.
+
+        Files are read in the calling thread, as long as the disk takes; the engine only pauses between two steps to hand out pages.
+        """
+        # Of two clients that come with one prompt the second finds what the first brought.
+        with self._reading:
+            for _ in range(ATTEMPTS):
+                found = self.store.find(tokens, salt, longer_than=WORTH_TOKENS - 1)
+                gained = self._restore(found, tokens[: found.length], salt) if found is not None else 0
+                if gained >= 0:
+                    return gained
+        return 0
+
+    def _restore(self, found: Found, tokens: Sequence[int], salt: str) -> int:
+        """Tokens gained, or -1 when a file was not what it should be."""
+        room = self._engine.call(partial(self._receive, found, tokens, salt))
+        if room is None:
+            return 0
+        sequence, memory, shared, known = room
+        try:
+            whole = self.store.read(found, memory, shared)
+            if whole:
+                self._engine.call(partial(self._publish, sequence, tokens, salt))
+        finally:
+            self._let_go(sequence)
+        return found.length - known if whole else -1
+
+    def _receive(self, found: Found, tokens: Sequence[int], salt: str) -> tuple[int, Memory, int, int] | None:
+        """(a sequence to be filled, its memory, positions of it that are there, tokens that memory has); None where it is not worth it."""
+        cache = self._engine.cache
+        hit = self._prefix.attach(tokens, len(tokens), salt)
+        try:
+            if found.length - hit.length < WORTH_TOKENS or found.payload_bytes(self.store.layout) > self._prefix.cap_bytes:
+                return None
+            shared = found.reusable(hit.length)
+            sequence = cache.receive(found.full, hit.sequence, shared)
+        except (MemoryBudgetError, MemoryError):
+            return None
+        finally:
+            cache.free(hit.sequence)
+        return sequence, Memory.of(cache, sequence), shared, hit.length
+
+    def _publish(self, sequence: int, tokens: Sequence[int], salt: str) -> None:
+        self._engine.cache.truncate(sequence, len(tokens))
+        self._restoring = True
+        try:
+            self._prefix.publish(sequence, tokens, salt)
+        finally:
+            self._restoring = False
+
+    def _published(self, sequence: int, tokens: Sequence[int], salt: str) -> None:
+        """Under the engine's lock: queue every place of a sequence, the end alone where it can be left anywhere."""
+        if self._restoring:
+            return
+        cache = self._engine.cache
+        for end in (len(tokens),) if self.store.layout.anywhere else cache.places(sequence):
+            if end < WORTH_TOKENS:
+                continue
+            twin = cache.fork(sequence, end)
+            self.store.put(tokens[:end], Memory.of(cache, twin), partial(self._let_go, twin), salt)
+
+    def _let_go(self, sequence: int) -> None:
+        self._engine.release(sequence)
+        self._engine.sweep(blocking=False)
+
+    def close(self) -> None:
+        """Write what is queued."""
+        self.store.close()
