@@ -45,7 +45,7 @@ async def chat_completions(request: Request) -> Response:
     most = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
     params = body.params(service.settings, most, logprobs=body.wanted_logprobs)
     tokens = await service.blocking(tokens_of, llm, body)
-    job = Job(tokens, params, progress=bool(body.return_progress))
+    job = Job(tokens, params, progress=bool(body.return_progress), salt=body.cache_salt or "")
     generations = await service.start(job, body.choices)
     if body.stream:
         return EventStream(request, generations, _events(service, body, generations))

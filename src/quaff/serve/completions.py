@@ -67,7 +67,7 @@ async def completions(request: Request) -> Response:
     generations: list[Generation] = []
     try:
         for prompt in prompts:
-            job = Job(prompt.tokens, params, progress=bool(body.return_progress))
+            job = Job(prompt.tokens, params, progress=bool(body.return_progress), salt=body.cache_salt or "")
             generations += await service.start(job, body.choices)
     except BaseException:
         for generation in generations:

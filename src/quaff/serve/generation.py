@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -25,12 +25,15 @@ OnStep = Callable[[Update, float], None]
 class Job:
     """What a request asks of the engine. `tokens` is a prompt that `LLM.encode` let pass.
 
-    `progress`: the generation yields Progress too.
+    `progress`: the generation yields Progress too. Only jobs of one `salt` share what is cached; `boundaries` are numbers of tokens at
+    which a later prompt is likely to part from this one.
     """
 
     tokens: list[int]
     params: SamplingParams
     progress: bool = False
+    salt: str = ""
+    boundaries: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +57,10 @@ class Progress:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """A generation that has ended. `tokens` are all new ids, an end token included; `stop` is the stop string that was met."""
+    """A generation that has ended. `tokens` are all new ids, an end token included; `stop` is the stop string that was met.
+
+    `cache_miss_reason` says why more of the prompt was not cached, where it nearly was.
+    """
 
     text: str
     tokens: tuple[int, ...]
@@ -64,6 +70,7 @@ class Result:
     stop: str | None
     prompt_tokens: int
     cached_tokens: int
+    cache_miss_reason: str | None
     drafted_tokens: int
     accepted_tokens: int
     queue_seconds: float
@@ -110,6 +117,7 @@ class Generation:
         self._error: Exception | None = None
         self._cancelled = False
         self._processed = -1
+        self._works: dict[int, int] = {}
         self._inbox: deque[Delta | Progress] = deque()
         self._news = asyncio.Event()
         self._event_loop = asyncio.get_running_loop()
@@ -166,14 +174,19 @@ class Generation:
 
     def _add_progress(self, update: Update, at: float) -> None:
         request, total = update.request, update.request.prompt_tokens
-        cached = request.cached_tokens
-        work = self._llm.engine.runner.work
-        done, least, most = (work(0, min(n, total), 0) if n else 0 for n in (update.computed, cached, total))
-        processed = cached + (total - cached) * max(0, done - least) // max(1, most - least)
+        cached, work = request.cached_tokens, self._work_of
+        processed = cached + (total - cached) * (work(update.computed) - work(cached)) // max(1, work(total) - work(cached))
         if update.admitted and processed > self._processed:
             self._processed = processed
             seconds = (request.prefilled_at or at) - request.submitted_at
             self._inbox.append(Progress(total, cached, processed, seconds))
+
+    def _work_of(self, tokens: int) -> int:
+        """Multiply-accumulates that so many tokens from the start of the prompt take."""
+        tokens = min(tokens, len(self._job.tokens))
+        if tokens not in self._works:
+            self._works[tokens] = self._llm.engine.runner.work(0, tokens, 0) if tokens else 0
+        return self._works[tokens]
 
     def _result_of(self, request: Request) -> Result:
         return Result(
@@ -185,12 +198,16 @@ class Generation:
             stop=self._reader.stopped_by,
             prompt_tokens=request.prompt_tokens,
             cached_tokens=request.cached_tokens,
+            cache_miss_reason=request.miss.reason(self._text_of) if request.miss is not None else None,
             drafted_tokens=request.drafted,
             accepted_tokens=request.accepted,
             queue_seconds=max(0.0, request.started_at - request.submitted_at),
             total_seconds=request.finished_at - request.submitted_at,
             timings=Timings.of(request, self._reader.first_at),
         )
+
+    def _text_of(self, ids: Sequence[int]) -> str:
+        return self._llm.tokenizer.decode(ids, skip_special=False)
 
     async def __aiter__(self) -> AsyncIterator[Delta | Progress]:
         while True:

@@ -62,11 +62,14 @@ def usage(prompts: Sequence[Result], results: Sequence[Result]) -> dict[str, Any
     """Token counts of all `results`; each of `prompts` stands for one prompt, however many choices it had."""
     prompt = sum(r.prompt_tokens for r in prompts)
     completion = sum(len(r.tokens) for r in results)
+    details: dict[str, Any] = {"cached_tokens": sum(r.cached_tokens for r in prompts)}
+    if reason := next((r.cache_miss_reason for r in prompts if r.cache_miss_reason), None):
+        details["cache_miss_reason"] = reason
     return {
         "prompt_tokens": prompt,
         "completion_tokens": completion,
         "total_tokens": prompt + completion,
-        "prompt_tokens_details": {"cached_tokens": sum(r.cached_tokens for r in prompts)},
+        "prompt_tokens_details": details,
     }
 
 
@@ -82,6 +85,11 @@ def progress_block(progress: Progress) -> dict[str, Any]:
 
 async def merged(generations: Sequence[Generation]) -> AsyncIterator[tuple[int, Delta | Progress | None]]:
     """(index, item) of several generations as they come; None when one has ended. The first error of any is raised."""
+    if len(generations) == 1:
+        async for item in generations[0]:
+            yield 0, item
+        yield 0, None
+        return
     queue: asyncio.Queue[tuple[int, Delta | Progress | BaseException | None]] = asyncio.Queue()
 
     async def feed(index: int, generation: Generation) -> None:

@@ -41,6 +41,7 @@ class Sampling(Body):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     return_progress: bool | None = None
+    cache_salt: str | None = Field(default=None, max_length=1024)
 
     @property
     def choices(self) -> int:

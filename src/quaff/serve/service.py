@@ -100,6 +100,8 @@ class Service:
                     params=params,
                     accept=reader.accept,
                     share=first,
+                    salt=job.salt,
+                    boundaries=job.boundaries,
                 )
                 first = first or request
                 generation.bind(request)

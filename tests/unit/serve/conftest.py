@@ -75,6 +75,6 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def live(tiny: Path) -> Iterator[Live]:
-    with serving(tiny, Settings("tiny", max_tokens=24)) as live:
+    with serving(tiny, Settings("tiny", max_tokens=24), prefix_cache_bytes=8 << 20) as live:
         yield live
         assert live.llm.engine.cache.sequences == 0, "a request kept its pages"

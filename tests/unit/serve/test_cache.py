@@ -1,0 +1,75 @@
+"""What was read before is not read again, and nobody can tell but by the time it takes. One test per layer kind where kinds matter."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from tests.tiny import CASES
+from tests.unit.serve.conftest import Live, serving
+
+from quaff import SamplingParams
+from quaff.serve.settings import Settings
+
+KINDS = ("llama-gqa", "gemma3", "lfm2", "qwen35")
+TEXT = "The waterworks of the old town stand by the river. " * 8
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def kind(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
+    path: Path = CASES[request.param].write(tmp_path_factory.mktemp("cache") / "tiny.gguf")
+    with serving(path, Settings("tiny"), prefix_cache_bytes=64 << 20) as live:
+        yield live
+
+
+def ask(live: Live, prompt: str | list[int], salt: str = "", **more: object) -> dict:
+    options = {"model": "tiny", "prompt": prompt, "max_tokens": 6, "temperature": 0, "extra_body": {"cache_salt": salt}, **more}
+    return live.client.completions.create(**options).model_dump()
+
+
+def test_warm_is_cold(kind: Live) -> None:
+    """Kind: warm is not cold. The same prompt again is found up to its last token, and answered with the same bits."""
+    length = len(kind.llm.encode(TEXT))
+    replies = [ask(kind, TEXT, logprobs=5) for _ in range(3)]
+    assert [r["usage"]["prompt_tokens_details"]["cached_tokens"] for r in replies] == [0, length - 1, length - 1]
+    assert replies[0]["choices"] == replies[1]["choices"] == replies[2]["choices"]
+    assert replies[0]["choices"][0]["text"] == kind.llm.generate(TEXT, SamplingParams(max_tokens=6)).text
+
+
+def test_logprobs_with_a_warm_cache(kind: Live) -> None:
+    """Kind: logprobs with a warm cache. Those of the prompt are equal to cold ones, by bytes."""
+    ids = kind.llm.encode(TEXT + "end")
+    expected = list(kind.llm.score(ids).logprobs)
+    for _ in range(3):
+        (choice,) = ask(kind, ids, max_tokens=0, echo=True, logprobs=0)["choices"]
+        assert choice["logprobs"]["token_logprobs"][1:] == expected
+        ask(kind, ids)
+
+
+def test_a_conversation_goes_on_where_its_last_prompt_ended(kind: Live) -> None:
+    messages = [{"role": "user", "content": TEXT}]
+    options = {"model": "tiny", "temperature": 0, "max_tokens": 4, "extra_body": {"cache_salt": "talk"}}
+    for _ in range(3):
+        before = len(kind.llm.encode_chat(messages))
+        kind.client.chat.completions.create(messages=messages, **options)
+        messages += [{"role": "assistant", "content": "Yes."}, {"role": "user", "content": "And then?"}]
+        reply = kind.client.chat.completions.create(messages=messages, **options)
+        cached = reply.usage.prompt_tokens_details.cached_tokens
+        assert before - 1 <= cached < reply.usage.prompt_tokens
+        assert reply.choices[0].message.content == kind.llm.chat(messages, SamplingParams(max_tokens=4)).text
+
+
+def test_a_salt_keeps_caches_apart(kind: Live) -> None:
+    ask(kind, TEXT + "salted", salt="a")
+    assert ask(kind, TEXT + "salted", salt="b")["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
+    assert ask(kind, TEXT + "salted", salt="a")["usage"]["prompt_tokens_details"]["cached_tokens"] > 0
+
+
+def test_a_miss_names_the_first_text_that_differs(live: Live) -> None:
+    """Kind: volatile first line. The reply says what changed and what it cost."""
+    ask(live, "first line 1\n" + TEXT)
+    details = ask(live, "first line 2\n" + TEXT)["usage"]["prompt_tokens_details"]
+    assert details["cached_tokens"] == len(live.llm.encode("first line "))
+    assert "'2" in details["cache_miss_reason"] and "'1" in details["cache_miss_reason"]
+    assert str(len(live.llm.encode("first line 2\n" + TEXT)) - details["cached_tokens"] - 1) in details["cache_miss_reason"]
