@@ -86,8 +86,8 @@ def progress_block(progress: Progress) -> dict[str, Any]:
 async def merged(generations: Sequence[Generation]) -> AsyncIterator[tuple[int, Delta | Progress | None]]:
     """(index, item) of several generations as they come; None when one has ended. The first error of any is raised."""
     if len(generations) == 1:
-        async for item in generations[0]:
-            yield 0, item
+        async for only in generations[0]:
+            yield 0, only
         yield 0, None
         return
     queue: asyncio.Queue[tuple[int, Delta | Progress | BaseException | None]] = asyncio.Queue()
