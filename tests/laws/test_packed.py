@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from tests.laws.paths import Tinyrun, prompt
+from tests.streaming import PLANS
 from tests.tiny import CASES
 
 from quaff.checkpoint import open_checkpoint
@@ -13,6 +14,7 @@ from quaff.graph.builder import build_graph
 from quaff.models import read_model
 from quaff.schedule import Order
 from quaff.weights.packing import write_packed
+from quaff.weights.streamed import StreamedWeights
 
 ORDERS = (Order("chunk", 70), Order("layer", 32), Order("token"))
 
@@ -29,12 +31,25 @@ def packed(path: Path) -> Path:
 def test_a_packed_file_gives_the_same_bits(name: str, tmp_path: Path) -> None:
     plain = Tinyrun(CASES[name], tmp_path / "m.gguf")
     mapped = Tinyrun(None, packed(tmp_path / "m.gguf"))
-    assert mapped.weights.nbytes == {k: plain.weights.nbytes[k] for k in mapped.weights.nbytes}
+    assert dict(mapped.weights.nbytes) == {name: plain.weights.nbytes[name] for name in mapped.weights.nbytes}
     assert mapped.weights.loaded_bytes == plain.weights.loaded_bytes
     tokens = prompt(plain.vocab, 70, seed=3)
     expected = plain.read(tokens)
     for order in ORDERS:
         assert not mapped.read(tokens, order).difference(expected), str(order)
+
+
+@pytest.mark.parametrize("which", ["least", "leading layers pinned"])
+@pytest.mark.parametrize("name", list(CASES))
+def test_a_streamed_packed_file_gives_the_same_bits(name: str, which: str, tmp_path: Path) -> None:
+    plain = Tinyrun(CASES[name], tmp_path / "m.gguf")
+    streamed = Tinyrun(None, packed(tmp_path / "m.gguf"), stream=PLANS[which])
+    tokens = prompt(plain.vocab, 70, seed=3)
+    expected = plain.read(tokens)
+    for order in (Order("layer", 32), Order("chunk", 33)):
+        assert not streamed.read(tokens, order).difference(expected), str(order)
+    assert isinstance(streamed.weights, StreamedWeights) and streamed.weights.stream_counters().disk_bytes > 0
+    streamed.weights.close()
 
 
 def test_a_byte_that_changed_shows(tmp_path: Path) -> None:

@@ -160,8 +160,14 @@ class StageSpec:
     @property
     def expert_weights(self) -> tuple[str, ...]:
         """Names of the stacks of matrices of which a cell reads those that its rows chose, in slot order."""
-        slots = {s for op in self.program.ops if op.kind == OpKind.EXPERT_LINEAR for s in op.weights[: op.ints[0]]}
-        return tuple(self.weights[s] for s in sorted(slots))
+        names = {name for stacks in self.expert_stacks for name in stacks}
+        return tuple(name for name in self.weights if name in names)
+
+    @property
+    def expert_stacks(self) -> tuple[tuple[str, ...], ...]:
+        """The same by op, in the order in which they run: an op reads one expert's matrices of all its stacks together."""
+        ops = (op for op in self.program.ops if op.kind == OpKind.EXPERT_LINEAR)
+        return tuple(tuple(self.weights[s] for s in op.weights[: op.ints[0]]) for op in ops)
 
     @property
     def experts(self) -> tuple[int, int]:

@@ -28,7 +28,7 @@ _NO_HASHES = Hashes("0" * 64, "0" * 64)
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Weights that are read together, and so lie together. `experts`: stacks whose matrices take turns, those of expert 0 first."""
+    """Weights that are read together, and so lie together. `experts`: stacks of one op whose matrices take turns, expert 0 first."""
 
     names: tuple[str, ...]
     experts: bool = False
@@ -41,7 +41,7 @@ def load_order(graph: Graph, views: Mapping[str, TensorView]) -> list[Group]:
     wanted = [Group(tuple(name for stage in stages for name in stage.small_weights))]
     wanted.append(Group(tuple(name for stage in stages for name in stage.tables)))
     for stage in stages:
-        wanted += [Group(stage.linear_weights), Group(stage.expert_weights, experts=True)]
+        wanted += [Group(stage.linear_weights), *(Group(names, experts=True) for names in stage.expert_stacks)]
     wanted.append(Group(tuple(views)))
     seen: set[str] = set()
     groups = []

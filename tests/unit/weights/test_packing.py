@@ -56,14 +56,15 @@ def test_weights_lie_as_stages_read_them(name: str, tmp_path: Path) -> None:
                 end = a.offset + max(1, a.matrices) * a.matrix_stride
                 assert end <= b.offset < end + 64
             before = dense[-1].offset + dense[-1].nbytes
-        experts = [tensors[name] for name in stage.expert_weights]
-        for e in range(experts[0].matrices if experts else 0):
-            # So is an expert, with all of its matrices.
-            starts = [t.offset + e * t.matrix_stride for t in experts]
-            assert starts[0] % PAGE_BYTES == 0 and starts[0] >= before
-            for t, start, following in zip(experts, starts, [*starts[1:], None], strict=True):
-                before = start + t.matrix_bytes
-                assert following is None or 0 <= following - before < 64
+        for names in stage.expert_stacks:
+            stacks = [tensors[name] for name in names]
+            for e in range(stacks[0].matrices):
+                # So is an expert of an op, and the next one follows.
+                starts = [t.offset + e * t.matrix_stride for t in stacks]
+                assert starts[0] % PAGE_BYTES == 0 and 0 <= starts[0] - before < PAGE_BYTES
+                for t, start, following in zip(stacks, starts, [*starts[1:], None], strict=True):
+                    before = start + t.matrix_bytes
+                    assert following is None or 0 <= following - before < 64
     small = [tensors[name] for stage in graph.stages for name in stage.small_weights]
     assert all(t.offset < min(tensors[n].offset for s in graph.stages for n in s.linear_weights) for t in small)
 
