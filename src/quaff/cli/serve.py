@@ -88,7 +88,7 @@ def plan(llm: LLM, settings: Settings, max_stall_ms: int, url: str) -> list[str]
         "context": f"{llm.context} tokens; 1,024 tokens take {human_bytes(kv)}",
         "requests": f"{settings.queue} may wait; a stream pauses for at most about {max_stall_ms} ms",
         "key": "needed" if settings.api_key is not None else "none",
-        "listening": f"{url}/v1 (chat/completions, completions, models), {url}/health, /metrics, /props",
+        "listening": f"{url}/v1 (chat/completions, completions, messages, models), {url}/health, /metrics, /props",
     }
     return [f"{key + ':':<11}{value}" for key, value in rows.items()]
 

@@ -83,23 +83,8 @@ class Grammars:
         self._words: llguidance.LLTokenizer | None = None
         self._kept: OrderedDict[str, Grammar] = OrderedDict()
 
-    def json_schema(self, schema: Mapping[str, Any]) -> Grammar:
-        """Values that a JSON schema describes. ConfigError for a schema that is wrong or uses what is not supported."""
-        return self._grammar("the JSON schema", json.dumps({"grammars": [{"json_schema": {**schema, "x-guidance": JSON_FORM}}]}))
-
-    def json_object(self) -> Grammar:
-        """Any JSON object."""
-        return self.json_schema({"type": "object"})
-
-    def regex(self, pattern: str) -> Grammar:
-        """Texts that match from beginning to end, in the syntax of Rust's `regex` crate. ConfigError when it is wrong."""
-        return self._grammar("the regular expression", json.dumps({"grammars": [{"lark_grammar": f"start: /{_slashed(pattern)}/"}]}))
-
-    def lark(self, text: str) -> Grammar:
-        """A grammar in llguidance's Lark syntax, which starts at `start`. ConfigError when it is wrong."""
-        return self._grammar("the grammar", json.dumps({"grammars": [{"lark_grammar": text}]}))
-
-    def _grammar(self, what: str, text: str) -> Grammar:
+    def lark(self, text: str, what: str = "the grammar") -> Grammar:
+        """A grammar in llguidance's Lark syntax, which starts at `start`. ConfigError when it is wrong; `what` names it to the user."""
         if len(text) > MAX_CHARACTERS:
             raise ConfigError(f"{what} is longer than {MAX_CHARACTERS} characters")
         with self._lock:
@@ -109,7 +94,7 @@ class Grammars:
                 return known
             guidance, words = self._library()
         limits = guidance.LLParserLimits(max_lexer_states=MAX_LEXER_STATES, verbose_errors=False)
-        matcher = guidance.LLMatcher(words, text, log_level=0, limits=limits)
+        matcher = guidance.LLMatcher(words, json.dumps({"grammars": [{"lark_grammar": text}]}), log_level=0, limits=limits)
         if matcher.is_error():
             raise ConfigError(f"{what} cannot be used: {_first_line(matcher.get_error())}")
         grammar = Grammar(matcher, self._vocab)
@@ -151,13 +136,18 @@ class _Words:
         return self._tokenizer.encode(text.decode() if isinstance(text, bytes) else text, add_special=False)
 
 
-def _slashed(pattern: str) -> str:
-    """`pattern` between the slashes of a Lark terminal."""
+def json_rule(schema: Mapping[str, Any]) -> str:
+    """The body of a rule for the values that a JSON schema describes."""
+    return "%json " + json.dumps({**schema, "x-guidance": JSON_FORM})
+
+
+def regex_rule(pattern: str) -> str:
+    """The body of a rule for texts that match from beginning to end, in the syntax of Rust's `regex` crate."""
     out, escaped = [], False
     for c in pattern:
         out.append("\\/" if c == "/" and not escaped else "\\n" if c == "\n" else c)
         escaped = c == "\\" and not escaped
-    return "".join(out)
+    return f"/{''.join(out)}/" if pattern else '""'
 
 
 def _first_line(message: str) -> str:

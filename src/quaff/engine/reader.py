@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from collections.abc import Collection
 
 from quaff.engine.engine import FinishReason
 from quaff.engine.sampler import SamplingParams, StopMatcher
@@ -11,14 +12,14 @@ from quaff.tokenizer import Tokenizer
 
 
 class Reader:
-    """Give `accept` to `Engine.submit`.
+    """Give `accept` to `Engine.submit`. `shown`: special tokens that are part of the text.
 
     `deltas` are pieces that nobody took yet, `parts` all of them; `first_at` is when the first token came (perf_counter seconds).
     """
 
-    def __init__(self, tokenizer: Tokenizer, params: SamplingParams) -> None:
+    def __init__(self, tokenizer: Tokenizer, params: SamplingParams, shown: Collection[int] = frozenset()) -> None:
         self._silent = frozenset() if params.ignore_eos else tokenizer.end_ids
-        self._decoder = tokenizer.decoder()
+        self._decoder = tokenizer.decoder(shown=shown)
         self._stop = StopMatcher(params.stop)
         self.deltas: deque[str] = deque()
         self.parts: list[str] = []

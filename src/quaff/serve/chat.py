@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from typing import Any
 
 from pydantic import Field
@@ -12,12 +12,14 @@ from starlette.routing import Route
 
 from quaff.engine.sampler import TokenLogprobs
 from quaff.llm import LLM
-from quaff.serve.conversation import Conversation, tokens_of
+from quaff.serve.conversation import Conversation, turn_of
 from quaff.serve.errors import ApiError
-from quaff.serve.generation import Generation, Job, Progress, Result
+from quaff.serve.events import Call, CallDelta, CallStart, Event, Part, Text, Thinking
+from quaff.serve.generation import Generation, Progress, Result
 from quaff.serve.openai import DONE, envelope, merged, progress_block, usage
 from quaff.serve.sampling import MOST_LOGPROBS, Sampling
 from quaff.serve.service import Service, service_of
+from quaff.serve.turns import Turn
 from quaff.serve.wire import EventStream, collect, read_body, sse
 
 
@@ -44,39 +46,77 @@ async def chat_completions(request: Request) -> Response:
     body = await read_body(request, ChatBody)
     most = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
     params = body.params(service.settings, most, logprobs=body.wanted_logprobs)
-    tokens = await service.blocking(tokens_of, llm, body)
-    job = Job(tokens, params, progress=bool(body.return_progress), salt=body.cache_salt or "")
-    generations = await service.start(job, body.choices)
+    turn = await service.blocking(turn_of, service.dialogue, body)
+    generations = await service.start(turn.job(params, bool(body.return_progress), body.cache_salt), body.choices)
     if body.stream:
-        return EventStream(request, generations, _events(service, body, generations))
+        return EventStream(request, generations, _events(service, turn, body, generations))
     results = await collect(request, generations)
+    answers = [await service.blocking(turn.answer, result) for result in results]
     return JSONResponse(
         envelope(service, "chatcmpl", "chat.completion")
         | {
-            "choices": [_choice(llm, body, i, result) for i, result in enumerate(results)],
+            "choices": [_choice(llm, body, i, result, answers[i]) for i, result in enumerate(results)],
             "usage": usage(results[:1], results),
             "timings": results[0].llama_timings(),
         }
     )
 
 
-def _choice(llm: LLM, body: ChatBody, index: int, result: Result) -> dict[str, Any]:
+def _choice(llm: LLM, body: ChatBody, index: int, result: Result, parts: Sequence[Part]) -> dict[str, Any]:
+    text = "".join(part.text for part in parts if isinstance(part, Text))
+    thinking = "".join(part.text for part in parts if isinstance(part, Thinking))
+    calls = [part for part in parts if isinstance(part, Call)]
+    message: dict[str, Any] = {"role": "assistant", "content": text if text or not calls else None, "refusal": None}
+    if thinking:
+        message["reasoning_content"] = thinking
+    if calls:
+        message["tool_calls"] = [
+            {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}} for call in calls
+        ]
     return {
         "index": index,
-        "message": {"role": "assistant", "content": result.text, "refusal": None},
+        "message": message,
         "logprobs": _logprobs(llm, body, result.logprobs),
-        "finish_reason": result.finish_reason,
+        "finish_reason": _reason(result, bool(calls)),
     }
 
 
-async def _events(service: Service, body: ChatBody, generations: Sequence[Generation]) -> AsyncIterator[bytes]:
+def _reason(result: Result, called: bool) -> str:
+    return "tool_calls" if called and result.finish_reason == "stop" and result.stop is None else result.finish_reason
+
+
+def _delta(event: Event) -> dict[str, Any]:
+    match event:
+        case Text():
+            return {"content": event.text}
+        case Thinking():
+            return {"reasoning_content": event.text}
+        case CallStart():
+            function = {"name": event.name, "arguments": ""}
+            return {"tool_calls": [{"index": event.index, "id": event.id, "type": "function", "function": function}]}
+        case CallDelta():
+            return {"tool_calls": [{"index": event.index, "function": {"arguments": event.arguments}}]}
+
+
+async def _events(service: Service, turn: Turn, body: ChatBody, generations: Sequence[Generation]) -> AsyncIterator[bytes]:
     base = envelope(service, "chatcmpl", "chat.completion.chunk")
     more: dict[str, Any] = {"usage": None} if body.include_usage else {}
     spoken: set[int] = set()
+    readers = [turn.reader() for _ in generations]
+    calls = [""] * len(generations)
 
     def chunk(index: int, delta: dict[str, Any], logprobs: Any = None, reason: str | None = None, **extra: Any) -> bytes:
         choice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
         return sse(base | {"choices": [choice]} | more | extra)
+
+    def chunks(index: int, events: Sequence[Event], logprobs: Any = None) -> Iterator[bytes]:
+        """The events that a few tokens brought; the log-probabilities of those go with the first."""
+        deltas = [_delta(event) for event in events]
+        if logprobs and logprobs["content"] and not deltas:
+            deltas = [{"content": ""}]
+        for i, delta in enumerate(deltas):
+            yield chunk(index, delta, None if i else logprobs)
+        calls[index] = calls[index] or next((event.id for event in events if isinstance(event, CallStart)), "")
 
     async for index, item in merged(generations):
         if isinstance(item, Progress):
@@ -87,11 +127,13 @@ async def _events(service: Service, body: ChatBody, generations: Sequence[Genera
             spoken.add(index)
             yield chunk(index, {"role": "assistant", "content": ""})
         if item is not None:
-            logprobs = _logprobs(service.llm, body, item.logprobs)
-            if item.text or (logprobs and logprobs["content"]):
-                yield chunk(index, {"content": item.text}, logprobs)
+            for data in chunks(index, readers[index].push(item.text), _logprobs(service.llm, body, item.logprobs)):
+                yield data
         elif (result := generations[index].result) is not None:
-            yield chunk(index, {}, None, result.finish_reason, timings=result.llama_timings())
+            for data in chunks(index, readers[index].finish()):
+                yield data
+            await service.blocking(turn.keep, result, calls[index])
+            yield chunk(index, {}, None, _reason(result, bool(readers[index].calls)), timings=result.llama_timings())
     if body.include_usage:
         results = [g.result for g in generations if g.result is not None]
         yield sse(base | {"choices": [], "usage": usage(results[:1], results)})

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from quaff.engine.engine import FinishReason, Request
+from quaff.engine.grammar import Grammar
 from quaff.engine.loop import EngineLoop, Update
 from quaff.engine.reader import Reader
 from quaff.engine.sampler import SamplingParams, TokenLogprobs
@@ -25,15 +26,17 @@ OnStep = Callable[[Update, float], None]
 class Job:
     """What a request asks of the engine. `tokens` is a prompt that `LLM.encode` let pass.
 
-    `progress`: the generation yields Progress too. Only jobs of one `salt` share what is cached; `boundaries` are numbers of tokens at
-    which a later prompt is likely to part from this one.
+    `progress`: the generation yields Progress too. `shown`: special tokens that are part of the text. `grammar`: what every choice must
+    look like. `boundaries`: lengths at which other prompts are likely to part from this one. Only jobs of one `salt` share a prefix.
     """
 
     tokens: list[int]
     params: SamplingParams
     progress: bool = False
-    salt: str = ""
+    shown: frozenset[int] = frozenset()
+    grammar: Grammar | None = None
     boundaries: tuple[int, ...] = ()
+    salt: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,6 +13,7 @@ from starlette.requests import Request
 from quaff.engine.loop import EngineLoop
 from quaff.engine.reader import Reader
 from quaff.llm import LLM
+from quaff.serve.dialogue import Dialogue
 from quaff.serve.errors import ApiError, context_exceeded
 from quaff.serve.generation import Generation, Job
 from quaff.serve.metrics import Metrics
@@ -33,6 +34,7 @@ class Service:
         self.metrics = Metrics(settings.name)
         self._llm: LLM | None = None
         self._loop: EngineLoop | None = None
+        self._dialogue: Dialogue | None = None
         self._closing = False
 
     # Life
@@ -41,6 +43,7 @@ class Service:
         """Take over a loaded model and start its loop."""
         loop = EngineLoop(llm.engine, max_waiting=self.settings.queue)
         loop.start()
+        self._dialogue = Dialogue(llm.tokenizer, llm.config.vocab, self.settings.replies)
         self._llm, self._loop = llm, loop
         self.metrics.watch(llm, loop)
 
@@ -67,6 +70,12 @@ class Service:
         assert self.llm is not None and self._loop is not None
         return self._loop
 
+    @property
+    def dialogue(self) -> Dialogue:
+        """What turns conversations into prompts, and answers into replies; ApiError 503 as for `llm`."""
+        assert self.llm is not None and self._dialogue is not None
+        return self._dialogue
+
     def check_health(self) -> None:
         """ApiError 503 while the model loads, while the server shuts down, and when the loop is stuck."""
         silent = self.loop.silent_seconds
@@ -87,7 +96,7 @@ class Service:
         llm, loop = self.llm, self.loop
         if len(job.tokens) > llm.context:
             raise context_exceeded(len(job.tokens), llm.context)
-        readers = [Reader(llm.tokenizer, job.params) for _ in range(n)]
+        readers = [Reader(llm.tokenizer, job.params, job.shown) for _ in range(n)]
         generations = tuple(Generation(llm, loop, job, reader, self.metrics.watcher()) for reader in readers)
 
         def submit() -> None:
@@ -99,6 +108,7 @@ class Service:
                     generation.hear,
                     params=params,
                     accept=reader.accept,
+                    constraint=job.grammar.start() if job.grammar is not None else None,
                     share=first,
                     salt=job.salt,
                     boundaries=job.boundaries,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
 
 @dataclass(frozen=True, slots=True)
@@ -12,6 +13,7 @@ class Settings:
     Times in seconds: a client must send its headers within `header_seconds` and its body within `body_seconds`, and must take what is
     sent within `write_seconds`; `ping_seconds` of silence in a stream are broken by a comment. A body may have `body_bytes`.
     `queue` requests may wait. `max_tokens` and `temperature` are those of requests that name none.
+    `replies` is the folder where ids of replies are kept for the next run.
     The loop counts as wedged after `stuck_seconds` without a sign of life. On the way out running answers have `drain_seconds` to end.
     """
 
@@ -29,3 +31,4 @@ class Settings:
     ping_seconds: float = 5.0
     stuck_seconds: float = 8.0
     drain_seconds: int = 5
+    replies: Path | None = None

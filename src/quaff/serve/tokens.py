@@ -9,7 +9,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from quaff.serve.conversation import Conversation, render, tokens_of
+from quaff.serve.conversation import Conversation, FunctionTool, turn_of
 from quaff.serve.errors import ApiError
 from quaff.serve.service import service_of
 from quaff.serve.wire import Body, read_body
@@ -33,10 +33,14 @@ class TokenizeBody(Body):
     messages: list[dict[str, Any]] | None = None
     add_generation_prompt: bool = True
     chat_template_kwargs: dict[str, Any] | None = None
+    tools: list[FunctionTool] | None = None
 
     def conversation(self) -> Conversation:
         return Conversation(
-            messages=self.messages or [], add_generation_prompt=self.add_generation_prompt, chat_template_kwargs=self.chat_template_kwargs
+            messages=self.messages or [],
+            add_generation_prompt=self.add_generation_prompt,
+            chat_template_kwargs=self.chat_template_kwargs,
+            tools=self.tools,
         )
 
 
@@ -51,7 +55,7 @@ async def tokenize(request: Request) -> Response:
     if (body.content is None) == (body.messages is None):
         raise ApiError(400, "give either content, a text, or messages, a conversation", param="content")
     if body.content is None:
-        ids = await service.blocking(tokens_of, llm, body.conversation())
+        ids = list((await service.blocking(turn_of, service.dialogue, body.conversation())).prompt.tokens)
     else:
         ids = await service.blocking(llm.tokenizer.encode, body.content, body.add_special, body.parse_special)
     tokens: list[Any] = [{"id": t, "piece": llm.tokenizer.token_text(t)} for t in ids] if body.with_pieces else ids
@@ -69,4 +73,5 @@ async def apply_template(request: Request) -> Response:
     """The text that a conversation becomes."""
     service = service_of(request)
     body = await read_body(request, Conversation)
-    return JSONResponse({"prompt": await service.blocking(render, service.llm, body)})
+    turn = await service.blocking(turn_of, service.dialogue, body)
+    return JSONResponse({"prompt": turn.prompt.text})

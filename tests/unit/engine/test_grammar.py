@@ -1,6 +1,7 @@
 """Grammars of answers: what may come next, token by token, on a vocabulary of single bytes."""
 
 import json
+from typing import Any
 
 import numpy as np
 import pytest
@@ -8,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.unit.tokenizer.small_vocabulary import byte_level
 
-from quaff.engine.grammar import MAX_CHARACTERS, Constraint, Grammar, Grammars
+from quaff.engine.grammar import MAX_CHARACTERS, Constraint, Grammar, Grammars, json_rule, regex_rule
 from quaff.errors import ConfigError
 from quaff.tokenizer import Tokenizer
 
@@ -22,6 +23,14 @@ SCHEMA = {
     "required": ["n", "s"],
     "additionalProperties": False,
 }
+
+
+def json_schema(schema: dict[str, Any]) -> Grammar:
+    return GRAMMARS.lark(f"start: {json_rule(schema)}", "the JSON schema")
+
+
+def regex(pattern: str) -> Grammar:
+    return GRAMMARS.lark(f"start: {regex_rule(pattern)}", "the regular expression")
 
 
 def refused_at(grammar: Grammar, text: str) -> str | None:
@@ -53,7 +62,7 @@ def walk(grammar: Grammar, rng: np.random.Generator, most: int) -> str:
 
 
 def test_a_schema_lets_its_values_pass_and_nothing_else() -> None:
-    grammar = GRAMMARS.json_schema(SCHEMA)
+    grammar = json_schema(SCHEMA)
     assert refused_at(grammar, '{"n": -12, "s": "b"}') is None
     assert refused_at(grammar, '{"n": 1.5') == ".5"
     assert refused_at(grammar, '{"n":1') == "1"
@@ -62,7 +71,7 @@ def test_a_schema_lets_its_values_pass_and_nothing_else() -> None:
 
 
 def test_the_end_is_allowed_where_the_value_is_whole() -> None:
-    constraint = GRAMMARS.json_schema(SCHEMA).start()
+    constraint = json_schema(SCHEMA).start()
     for token in TOKENIZER.encode('{"n": 1, "s": "a"}', add_special=False):
         assert not may_end(constraint) and not constraint.ended
         constraint.accept(token)
@@ -71,7 +80,7 @@ def test_the_end_is_allowed_where_the_value_is_whole() -> None:
 
 
 def test_masks_are_as_wide_as_the_logits_and_special_tokens_are_no_text() -> None:
-    constraint = GRAMMARS.json_object().start()
+    constraint = json_schema({"type": "object"}).start()
     for token in TOKENIZER.encode('{"', add_special=False):
         constraint.accept(token)
     allowed = constraint.allowed()
@@ -85,7 +94,7 @@ def test_masks_are_as_wide_as_the_logits_and_special_tokens_are_no_text() -> Non
 def test_every_walk_to_the_end_is_a_value_of_the_schema(seed: int) -> None:
     value = json.loads(
         walk(
-            GRAMMARS.json_schema({**SCHEMA, "properties": {"n": {"type": "integer", "maximum": 99}, "s": {"enum": ["a", "b"]}}}),
+            json_schema({**SCHEMA, "properties": {"n": {"type": "integer", "maximum": 99}, "s": {"enum": ["a", "b"]}}}),
             np.random.default_rng(seed),
             200,
         )
@@ -105,7 +114,7 @@ def test_every_walk_to_the_end_is_a_value_of_the_schema(seed: int) -> None:
     ],
 )
 def test_regular_expressions(pattern: str, good: str, bad: str) -> None:
-    grammar = GRAMMARS.regex(pattern)
+    grammar = regex(pattern)
     constraint = grammar.start()
     for token in TOKENIZER.encode(good, add_special=False):
         constraint.accept(token)
@@ -114,27 +123,27 @@ def test_regular_expressions(pattern: str, good: str, bad: str) -> None:
 
 
 def test_answers_do_not_share_their_way() -> None:
-    grammar = GRAMMARS.regex("ab")
+    grammar = regex("ab")
     first, second = grammar.start(), grammar.start()
     first.accept(TOKENIZER.vocabulary.ids["a"])
     assert second.allowed()[TOKENIZER.vocabulary.ids["a"]] and not first.allowed()[TOKENIZER.vocabulary.ids["a"]]
-    assert GRAMMARS.regex("ab") is grammar
+    assert regex("ab") is grammar
 
 
 def test_a_token_that_was_not_allowed_is_an_error() -> None:
-    constraint = GRAMMARS.regex("ab").start()
+    constraint = regex("ab").start()
     with pytest.raises(ConfigError, match="gave up"):
         constraint.accept(TOKENIZER.vocabulary.ids["z"])
 
 
 @pytest.mark.parametrize("make", [
-    lambda: GRAMMARS.regex("((("),
-    lambda: GRAMMARS.regex("(" * 100_000),
-    lambda: GRAMMARS.regex("a" * (MAX_CHARACTERS + 1)),
-    lambda: GRAMMARS.json_schema({"type": "wrong"}),
-    lambda: GRAMMARS.json_schema({"$ref": "http://localhost/schema"}),
-    lambda: GRAMMARS.json_schema({"$ref": "file:///etc/passwd"}),
-    lambda: GRAMMARS.json_schema({"type": "object", "not": {}}),
+    lambda: regex("((("),
+    lambda: regex("(" * 100_000),
+    lambda: regex("a" * (MAX_CHARACTERS + 1)),
+    lambda: json_schema({"type": "wrong"}),
+    lambda: json_schema({"$ref": "http://localhost/schema"}),
+    lambda: json_schema({"$ref": "file:///etc/passwd"}),
+    lambda: json_schema({"type": "object", "not": {}}),
     lambda: GRAMMARS.lark("no rules"),
 ])  # fmt: skip
 def test_what_cannot_be_used_is_one_line(make: object) -> None:
