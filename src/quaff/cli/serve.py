@@ -11,7 +11,7 @@ import typer
 
 from quaff.cli.console import Bar, note
 from quaff.cli.options import MOST_COUNTED, Chunk, Model, Quantize, Schedule, Temperature, Threads
-from quaff.errors import QuaffError
+from quaff.errors import ConfigError, QuaffError, located
 
 if TYPE_CHECKING:
     from quaff.llm import LLM, LoadProgress
@@ -31,6 +31,18 @@ def serve(
     chunk: Chunk = None,
     schedule: Schedule = "chunk",
     quantize: Quantize = None,
+    prefix_cache: Annotated[
+        str,
+        typer.Option(
+            "--prefix-cache",
+            help="Memory for what prompts begin with, such as 2GiB; it gives way to requests. 0: none.",
+            show_default="a quarter of what is free",
+        ),
+    ] = "auto",
+    store: Annotated[
+        str, typer.Option("--store", help="Where that is kept on disk too: on (the user's cache folder), off, or a folder.")
+    ] = "on",
+    store_size: Annotated[str, typer.Option("--store-size", help="Most bytes on disk.")] = "16GiB",
     max_stall_ms: Annotated[
         int, typer.Option("--max-stall-ms", min=1, max=MOST_COUNTED, help="How long someone's prompt may hold up the next token of others.")
     ] = 200,
@@ -52,9 +64,12 @@ def serve(
         raise QuaffError(f"quaff serve needs the package {error.name}: pip install 'quaff[serve]'") from None
     from quaff.engine.pace import Policy
     from quaff.llm import load
+    from quaff.weights.budget import usable_memory_bytes
 
     _log_to_stderr()
     settings = Settings(name or Path(model).stem, host, port, api_key, queue, max_tokens, temperature)
+    prefix_bytes = size("--prefix-cache", prefix_cache, (usable_memory_bytes() or 4 << 30) // 4)
+    store_bytes = size("--store-size", store_size)
     with Bar() as bar, listen(host, port) as sock:
 
         def open_model(progress: LoadProgress) -> LLM:
@@ -62,7 +77,18 @@ def serve(
                 progress(what, done, total)
                 bar.step(what, done, total)
 
-            llm = load(model, quantize=quantize, threads=threads, chunk=chunk, schedule=schedule, context=context, progress=report)
+            llm = load(
+                model,
+                quantize=quantize,
+                threads=threads,
+                chunk=chunk,
+                schedule=schedule,
+                context=context,
+                prefix_cache_bytes=prefix_bytes,
+                store={"on": True, "off": False}.get(store, store),
+                store_cap_bytes=store_bytes,
+                progress=report,
+            )
             llm.engine.set_policy(Policy(max_stall_ms=max_stall_ms, draft_tokens=draft))
             return llm
 
@@ -86,11 +112,37 @@ def plan(llm: LLM, settings: Settings, max_stall_ms: int, url: str) -> list[str]
         "machine": f"{about['isa']}, {about['threads']} threads, chunks of {about['chunk']} rows, {about['schedule']}-major",
         "memory": f"{human_bytes(used)} in use" + (f" of {human_bytes(limit)}" if limit is not None else ""),
         "context": f"{llm.context} tokens; 1,024 tokens take {human_bytes(kv)}",
+        "prefixes": prefixes(llm),
         "requests": f"{settings.queue} may wait; a stream pauses for at most about {max_stall_ms} ms",
         "key": "needed" if settings.api_key is not None else "none",
         "listening": f"{url}/v1 (chat/completions, completions, messages, models), {url}/health, /metrics, /props",
     }
     return [f"{key + ':':<11}{value}" for key, value in rows.items()]
+
+
+def prefixes(llm: LLM) -> str:
+    """Where what prompts begin with is kept."""
+    from quaff.weights.budget import human_bytes
+
+    if llm.engine.prefix is None:
+        return "not kept"
+    memory = f"{human_bytes(llm.engine.prefix.cap_bytes)} in memory"
+    return memory if llm.disk is None else f"{memory}, {human_bytes(llm.disk.store.cap_bytes)} in {llm.disk.store.folder}"
+
+
+def size(option: str, text: str, auto: int | None = None) -> int:
+    """Bytes of a size; ConfigError that names the option. `auto` stands for "auto", where that is a size."""
+    from quaff.config import parse_memory
+
+    if text.strip() == "0":
+        return 0
+    with located(option):
+        value = parse_memory(text)
+        if isinstance(value, int):
+            return value
+        if auto is None:
+            raise ConfigError("expected a size such as 16GiB")
+        return auto
 
 
 def _log_to_stderr() -> None:

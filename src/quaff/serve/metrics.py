@@ -29,6 +29,8 @@ class Metrics:
         self._hits = self._counter("prefix_cache_hits", "Prompt tokens found in the prefix cache")
         self._prompt = self._counter("prompt_tokens", "Prompt tokens, cached ones included")
         self._generated = self._counter("generation_tokens", "Generated tokens")
+        self._restored = self._gauge("disk_cache_restored_tokens", "Prompt tokens brought back from the disk tier")
+        self._written = self._gauge("disk_cache_written_bytes", "Bytes written to the disk tier")
         self._drafted = self._counter("spec_decode_num_draft_tokens", "Tokens that speculation proposed")
         self._accepted = self._counter("spec_decode_num_accepted_tokens", "Proposed tokens that were the model's")
         self._ended = Counter(
@@ -59,6 +61,9 @@ class Metrics:
         self._running.set_function(lambda: loop.running)
         self._waiting.set_function(lambda: loop.waiting)
         self._memory.set_function(lambda: accountant.total_bytes)
+        if (disk := llm.disk) is not None:
+            self._restored.set_function(lambda: disk.store.counters.restored_tokens)
+            self._written.set_function(lambda: disk.store.counters.bytes_written)
         room = (accountant.limit_bytes or 0) - weights
         self._kv_usage.set_function(lambda: (accountant.total_bytes - weights) / room if room > 0 else 0.0)
 

@@ -101,6 +101,8 @@ class Service:
 
         def submit() -> None:
             tokens, first = llm.encode(job.tokens), None
+            if job.params.prompt_logprobs is None:
+                llm.restore(tokens, job.salt)
             for choice, (generation, reader) in enumerate(zip(generations, readers, strict=True)):
                 params = replace(job.params, choice=choice)
                 request = loop.submit(

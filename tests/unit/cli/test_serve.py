@@ -19,7 +19,7 @@ from tests.unit.cli.conftest import Cli
 @pytest.fixture
 def server(model: Path) -> Iterator[subprocess.Popen[str]]:
     environment = os.environ | {"QUAFF_NAME": "by variable", "QUAFF_CONTEXT": "128", "QUAFF_PORT": "0"}
-    command = [sys.executable, "-m", "quaff", "serve", str(model), "--threads", "1", "--chunk", "64", "--context", "256"]
+    command = [sys.executable, "-m", "quaff", "serve", str(model), "--threads", "1", "--chunk", "64", "--context", "256", "--store", "off"]
     with subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         try:
             yield process
@@ -35,6 +35,7 @@ def test_it_prints_a_plan_and_a_line_per_request_and_ends_in_order(server: subpr
         assert line, plan
         plan += line
     assert "by variable: tiny llama (llama)" in plan and "256 tokens" in plan and "1 threads" in plan
+    assert "in memory" in plan
     url = re.search(r"http://127\.0\.0\.1:\d+", plan)
     assert url is not None
     reply = httpx.post(f"{url[0]}/v1/completions", json={"prompt": "four", "max_tokens": 3, "seed": 1}, timeout=60)
@@ -52,6 +53,12 @@ def test_a_model_that_cannot_be_loaded_ends_it_with_one_line(cli: Cli, tmp_path:
     (tmp_path / "bad.gguf").write_bytes(b"GGUF")
     result = cli("serve", tmp_path / "bad.gguf", "--port", 0)
     assert result.code == 1 and result.err.startswith("error: ") and result.err.count("\n") == 1
+
+
+@pytest.mark.parametrize("option", ["--prefix-cache", "--store-size"])
+def test_a_size_that_is_none_is_refused_by_the_name_of_its_option(cli: Cli, model: Path, option: str) -> None:
+    result = cli("serve", model, "--port", 0, option, "lots")
+    assert result.code == 1 and result.err.startswith(f"error: {option}: ")
 
 
 def test_a_port_that_is_taken_is_named(cli: Cli, model: Path) -> None:

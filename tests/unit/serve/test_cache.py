@@ -73,3 +73,14 @@ def test_a_miss_names_the_first_text_that_differs(live: Live) -> None:
     assert details["cached_tokens"] == len(live.llm.encode("first line "))
     assert "'2" in details["cache_miss_reason"] and "'1" in details["cache_miss_reason"]
     assert str(len(live.llm.encode("first line 2\n" + TEXT)) - details["cached_tokens"] - 1) in details["cache_miss_reason"]
+
+
+def test_a_prompt_is_found_again_after_a_restart(tiny: Path, tmp_path: Path) -> None:
+    def replies() -> list[dict]:
+        with serving(tiny, Settings("tiny"), prefix_cache_bytes=8 << 20, store=tmp_path) as live:
+            return [ask(live, TEXT, logprobs=2, salt="s"), ask(live, TEXT, logprobs=2, salt="other")]
+
+    (cold, _), (warm, other) = replies(), replies()
+    assert warm["choices"] == cold["choices"] == other["choices"]
+    assert cold["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
+    assert warm["usage"]["prompt_tokens_details"]["cached_tokens"] == warm["usage"]["prompt_tokens"] - 1
