@@ -149,6 +149,9 @@ class PrefixCache:
         self._sliding = tuple(k for k, kind in enumerate(cache.kinds) if kind.window)
         # Everything a row sees is in the nodes: any position is a place.
         self._plain = not self._sliding and not cache.states.kinds
+        self._window_pages = (
+            0 if cache.states.kinds else max((pages_for(kind.window) + 1 for kind in cache.kinds if kind.window), default=0)
+        )
         self._node_bytes = sum(cache.pools[k].page_bytes for k in self._whole)
         cache.accountant.reclaim = self.evict
 
@@ -196,6 +199,12 @@ class PrefixCache:
     def _last_place(self, path: Sequence[_Node], most: int) -> tuple[int, _Place | None]:
         """The longest length up to `most` that places on a path allow, and the place."""
         best: tuple[int, _Place | None] = (0, None)
+        # What the window of a place sees may reach back to before the prompt parted from its branch.
+        below = path[-1].newest if path else None
+        path = list(path)
+        while below is not None and len(path) - pages_for(most) < self._window_pages:
+            path.append(below)
+            below = below.newest
         for index in range(len(path) - 1, -1, -1):
             if best[0] > index * PAGE:
                 break
