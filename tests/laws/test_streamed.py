@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from tests.laws.paths import WHOLE, Tinyrun, Trace, prompt
+from tests.laws.test_packed import packed
 from tests.streaming import PLANS, plan
 from tests.tiny import CASES
 
@@ -53,6 +54,18 @@ def test_streamed_weights_give_the_same_bits(name: str, which: str, folder: Path
     counters = model.weights.stream_counters()  # type: ignore[union-attr]
     assert counters.disk_bytes > 0 and counters.passes == 1 + 1 + 3 + 5
     model.weights.close()
+
+
+@pytest.mark.parametrize("name", list(CASES))
+def test_packed_files_are_streamed_with_the_same_bits(name: str, folder: Path, expected: dict[str, Trace]) -> None:
+    whole = resident(name, folder, expected)
+    path = packed(folder / f"streamed-{name}.gguf")
+    for which, order in zip(PLANS, [*ORDERS, *ORDERS], strict=False):
+        model = streamed(path, which)
+        difference = model.read(prompt(model.vocab, LENGTH), order).difference(whole)
+        assert not difference, f"{which}, {order}: {difference}"
+        assert model.weights.stream_counters().pack_seconds == 0.0  # type: ignore[union-attr]
+        model.weights.close()
 
 
 @pytest.fixture
