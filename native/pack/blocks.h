@@ -180,8 +180,10 @@ inline void unpack(const Q5_1& b, Unpacked& u) {
 
 inline void unpack(const Q8_0& b, Unpacked& u) {
     u.d = b.d;
-    for (int k = 0; k < 32; k++)
-        u.code[k] = uint8_t(b.qs[k] + 128);
+    for (int k = 0; k < 32; k += 8) {
+        const uint64_t w = word8(reinterpret_cast<const uint8_t*>(b.qs) + k) ^ 0x8080808080808080;
+        std::memcpy(u.code + k, &w, 8);
+    }
 }
 
 // 256 codes, two bits of each: the four of k, k + 32, k + 64 and k + 96 share a byte. Q2_K, TQ2_0, Q3_K low, Q6_K high.
@@ -278,15 +280,31 @@ inline void unpack(const NVFP4& b, Unpacked& u) {
         u.code[k] = uint8_t(nibble(b.qs, k / 16 * 8 + k % 8, k / 8 % 2));
 }
 
-// The codes of a point: places in the list of values, and above them a bit for a negative one.
-template <int values> void write_point(uint16_t point, uint32_t signs, uint8_t* code) {
-    constexpr int width = 16 / values, negative = values == 8 ? 4 : 8;
-    for (int i = 0; i < values; i++)
-        code[i] = uint8_t((point >> width * i & ((1 << width) - 1)) | (signs >> i & 1) * negative);
+// The codes of a point of eight values: two bits each, spread to bytes in three steps, and above them a bit for a negative one.
+inline void write_point8(uint16_t point, uint32_t signs, uint8_t* code) {
+    uint64_t x = point;
+    x = (x | x << 24) & 0x000000ff000000ff;
+    x = (x | x << 12) & 0x000f000f000f000f;
+    x = (x | x << 6) & 0x0303030303030303;
+    x |= spread(uint8_t(signs)) << 2;
+    std::memcpy(code, &x, 8);
+}
+
+// Two points of four values, four bits each.
+inline void write_points4(uint16_t first, uint16_t second, uint32_t signs, uint8_t* code) {
+    uint64_t x = first | uint64_t(second) << 32;
+    x = (x | x << 8) & 0x00ff00ff00ff00ff;
+    x = (x | x << 4) & 0x0f0f0f0f0f0f0f0f;
+    x |= spread(uint8_t(signs)) << 3;
+    std::memcpy(code, &x, 8);
 }
 
 // Seven signs are written; the eighth makes the number of negative ones even.
-inline uint32_t eight_signs(uint32_t seven) { return seven | uint32_t(std::popcount(seven) & 1) << 7; }
+inline uint32_t eight_signs(uint32_t seven) {
+    uint32_t parity = seven ^ seven >> 4;
+    parity ^= parity >> 2;
+    return seven | ((parity ^ parity >> 1) & 1) << 7;
+}
 
 inline uint8_t odd(uint32_t n) { return uint8_t(2 * n + 1); } // sub-scales of the IQ types below IQ4
 
@@ -301,7 +319,7 @@ inline void unpack(const IQ1_S& b, Unpacked& u) {
     for (int g = 0; g < 8; g++) {
         u.scale[g] = odd(b.qh[g] >> 12 & 7);
         for (int i = 0; i < 4; i++)
-            write_point<8>(kGrid1[b.qs[4 * g + i] | (b.qh[g] >> 3 * i & 7) << 8], b.qh[g] >> 15 ? 255 : 0, u.code + 32 * g + 8 * i);
+            write_point8(kGrid1[b.qs[4 * g + i] | (b.qh[g] >> 3 * i & 7) << 8], b.qh[g] >> 15 ? 255 : 0, u.code + 32 * g + 8 * i);
     }
 }
 
@@ -311,7 +329,7 @@ inline void unpack(const IQ1_M& b, Unpacked& u) {
         u.scale[g] = odd(b.scales[g / 4] >> g % 4 * 3 & 7);
     for (int i = 0; i < 32; i++) {
         const int high = nibble(b.qh, i / 2, i % 2);
-        write_point<8>(kGrid1[b.qs[i] | (high & 7) << 8], high & 8 ? 255 : 0, u.code + 8 * i);
+        write_point8(kGrid1[b.qs[i] | (high & 7) << 8], high & 8 ? 255 : 0, u.code + 8 * i);
     }
 }
 
@@ -321,7 +339,7 @@ inline void unpack(const IQ2_XXS& b, Unpacked& u) {
         const uint32_t signs = word(b.qs + 8 * g + 4);
         u.scale[g] = odd(signs >> 28);
         for (int i = 0; i < 4; i++)
-            write_point<8>(kGrid2xxs[b.qs[8 * g + i]], eight_signs(signs >> 7 * i & 127), u.code + 32 * g + 8 * i);
+            write_point8(kGrid2xxs[b.qs[8 * g + i]], eight_signs(signs >> 7 * i & 127), u.code + 32 * g + 8 * i);
     }
 }
 
@@ -330,7 +348,7 @@ inline void unpack(const IQ2_XS& b, Unpacked& u) {
     for (int g = 0; g < 16; g++)
         u.scale[g] = odd(uint32_t(nibble(b.scales, g / 2, g % 2)));
     for (int i = 0; i < 32; i++)
-        write_point<8>(kGrid2xs[b.qs[i] & 511], eight_signs(b.qs[i] >> 9), u.code + 8 * i);
+        write_point8(kGrid2xs[b.qs[i] & 511], eight_signs(b.qs[i] >> 9), u.code + 8 * i);
 }
 
 inline void unpack(const IQ2_S& b, Unpacked& u) {
@@ -338,7 +356,7 @@ inline void unpack(const IQ2_S& b, Unpacked& u) {
     for (int g = 0; g < 16; g++)
         u.scale[g] = odd(uint32_t(nibble(b.scales, g / 2, g % 2)));
     for (int i = 0; i < 32; i++)
-        write_point<8>(kGrid2s[b.qs[i] | (b.qh[i / 4] >> i % 4 * 2 & 3) << 8], b.signs[i], u.code + 8 * i);
+        write_point8(kGrid2s[b.qs[i] | (b.qh[i / 4] >> i % 4 * 2 & 3) << 8], b.signs[i], u.code + 8 * i);
 }
 
 inline void unpack(const IQ3_XXS& b, Unpacked& u) {
@@ -346,8 +364,10 @@ inline void unpack(const IQ3_XXS& b, Unpacked& u) {
     for (int g = 0; g < 8; g++) {
         const uint32_t signs = word(b.signs + 4 * g);
         u.scale[g] = odd(signs >> 28);
-        for (int i = 0; i < 8; i++)
-            write_point<4>(kGrid3xxs[b.qs[8 * g + i]], eight_signs(signs >> i / 2 * 7 & 127) >> i % 2 * 4, u.code + 32 * g + 4 * i);
+        for (int i = 0; i < 4; i++) {
+            const uint8_t* q = b.qs + 8 * g + 2 * i;
+            write_points4(kGrid3xxs[q[0]], kGrid3xxs[q[1]], eight_signs(signs >> i * 7 & 127), u.code + 32 * g + 8 * i);
+        }
     }
 }
 
@@ -355,8 +375,10 @@ inline void unpack(const IQ3_S& b, Unpacked& u) {
     u.d = b.d;
     for (int g = 0; g < 8; g++)
         u.scale[g] = odd(uint32_t(nibble(b.scales, g / 2, g % 2)));
-    for (int i = 0; i < 64; i++)
-        write_point<4>(kGrid3s[b.qs[i] | (b.qh[i / 8] >> i % 8 & 1) << 8], uint32_t(nibble(b.signs, i / 2, i % 2)), u.code + 4 * i);
+    for (int i = 0; i < 32; i++) {
+        const int high = b.qh[i / 4] >> i % 4 * 2;
+        write_points4(kGrid3s[b.qs[2 * i] | (high & 1) << 8], kGrid3s[b.qs[2 * i + 1] | (high & 2) << 7], b.signs[i], u.code + 8 * i);
+    }
 }
 
 // Bytes are fractions in base 3: after t digits are shifted out on the left, what overflows 256 times 3 is the next one.
@@ -393,10 +415,7 @@ inline constexpr int8_t kIQ3S[16] = {1, 3, 5, 7, 9, 11, 13, 15, -1, -3, -5, -7, 
 inline float f32_of_e4m3(uint8_t e) { return std::bit_cast<float>(uint32_t(e & 127) << 20) * 0x1p119f; }
 inline bool e4m3_finite(uint8_t e) { return (e & 127) != 127; }
 
-template <class Block> void unpack_block(const uint8_t* bytes, Unpacked& u) {
-    Block b;
-    std::memcpy(&b, bytes, sizeof b);
-    unpack(b, u);
-}
+// Read where it lies: a copy would be loaded again across the stores that made it, which stalls. Blocks with words begin at even addresses.
+template <class Block> void unpack_block(const uint8_t* bytes, Unpacked& u) { unpack(*reinterpret_cast<const Block*>(bytes), u); }
 
 } // namespace quaff::blocks

@@ -36,13 +36,21 @@ struct Type {
 
 // A plane of one row's 32 codes: four codes are one word, and k4 lies in line k4 % bits, shifted by k4 / bits * bits.
 template <int from, int bits> void write_plane(const uint8_t* code, uint8_t* plane, int row) {
-    constexpr uint32_t mask = 0x01010101u * ((1u << bits) - 1);
-    uint32_t words[8], lines[bits] = {};
-    std::memcpy(words, code, 32);
-#pragma GCC unroll 8
-    for (int k4 = 0; k4 < 8; k4++)
-        lines[k4 % bits] |= (words[k4] >> from & mask) << (k4 / bits * bits);
-#pragma GCC unroll 8
+    constexpr uint64_t mask = 0x0101010101010101u * ((1u << bits) - 1);
+    uint64_t pairs[4]; // of words
+    std::memcpy(pairs, code, 32);
+    uint32_t lines[bits];
+    if constexpr (bits == 1) {
+        uint64_t both = 0; // even words below, odd ones above
+        for (int i = 0; i < 4; i++)
+            both |= (pairs[i] >> from & mask) << 2 * i;
+        lines[0] = uint32_t(both) | uint32_t(both >> 32) << 1;
+    } else {
+        uint64_t joined[bits / 2] = {};
+        for (int i = 0; i < 4; i++)
+            joined[i % (bits / 2)] |= (pairs[i] >> from & mask) << (i / (bits / 2) * bits);
+        std::memcpy(lines, joined, sizeof lines);
+    }
     for (int i = 0; i < bits; i++)
         std::memcpy(plane + 64 * i + 4 * row, lines + i, 4);
 }

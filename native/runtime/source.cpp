@@ -83,12 +83,6 @@ std::shared_ptr<ModelWeight> WeightSource::add(std::string name, int32_t ggml_ty
     return tensors_.back()->weight;
 }
 
-uint8_t* WeightSource::take(int64_t bytes) {
-    memory_.push_back(sector_memory(static_cast<size_t>(bytes)));
-    memory_bytes_ += bytes;
-    return memory_.back().get();
-}
-
 // Gives every part a place, and cuts what must be read into pieces. Panels with gaps of at most `near` bytes are read together.
 void WeightSource::lay_out(Unit& unit, std::vector<Part> parts, int64_t near) const {
     const auto offset = [](const Part& p) {
@@ -143,9 +137,7 @@ int32_t WeightSource::add_unit(std::vector<Part> parts, bool kept) {
     Unit unit;
     lay_out(unit, std::move(parts), kNear);
     unit.kept = kept;
-    if (kept)
-        unit.home = take(unit.bytes);
-    else
+    if (!kept)
         cycle_.push_back(static_cast<int32_t>(units_.size()));
     units_.push_back(std::move(unit));
     return static_cast<int32_t>(units_.size()) - 1;
@@ -159,17 +151,39 @@ void WeightSource::bind(const std::vector<Stage>& stages, const StreamPlan& plan
     of_stage_.resize(stages.size());
     for (size_t s = 0; s < stages.size(); ++s)
         bind_stage(static_cast<int32_t>(s), stages_[s], plan);
-    int64_t largest = 0;
-    for (const int32_t id : cycle_)
-        largest = std::max(largest, units_[static_cast<size_t>(id)].bytes);
-    slots_.resize(std::min(cycle_.size(), static_cast<size_t>(plan.slots)));
-    for (Slot& slot : slots_)
-        slot.memory = take(largest);
     bind_experts(plan);
+    slots_.resize(std::min(cycle_.size(), static_cast<size_t>(plan.slots)));
+    allocate();
     for (const auto& t : tensors_)
         if (const int64_t span = t->place.packed ? t->panel_bytes : t->row_bytes;
             span + 2 * kSector > static_cast<int64_t>(loader_.buffer_bytes()))
             refuse("a row of '" + t->name + "' does not fit into a reader's buffer");
+}
+
+// All memory in one piece: its end alone is rounded up to a huge page.
+void WeightSource::allocate() {
+    int64_t largest = 0;
+    for (const int32_t id : cycle_)
+        largest = std::max(largest, units_[static_cast<size_t>(id)].bytes);
+    std::vector<std::pair<uint8_t**, int64_t>> wanted;
+    for (Unit& unit : units_)
+        if (unit.kept)
+            wanted.push_back({&unit.home, unit.bytes});
+    for (Slot& slot : slots_)
+        wanted.push_back({&slot.memory, largest});
+    for (StageUnits& of : of_stage_)
+        for (Home& home : of.homes)
+            wanted.push_back({&home.memory, home.bytes});
+    for (uint8_t*& buffer : buffers_)
+        wanted.push_back({&buffer, buffer_bytes_});
+    int64_t bytes = 0;
+    for (const auto& [where, size] : wanted)
+        bytes += size;
+    memory_ = sector_memory(static_cast<size_t>(bytes));
+    memory_bytes_ += bytes;
+    uint8_t* at = memory_.get();
+    for (const auto& [where, size] : wanted)
+        *where = std::exchange(at, at + size);
 }
 
 void WeightSource::bind_stage(int32_t index, const Stage& stage, const StreamPlan& plan) {
@@ -252,7 +266,6 @@ void WeightSource::bind_experts(const StreamPlan& plan) {
                 home.at.push_back(home.bytes);
                 home.bytes += sector_end(t.matrices() * room_of(t.place, t.matrix_bytes));
             }
-            home.memory = take(home.bytes);
             home.loaded.assign(static_cast<size_t>(op->ints[1]), false);
             of.homes.push_back(std::move(home));
         }
@@ -261,8 +274,7 @@ void WeightSource::bind_experts(const StreamPlan& plan) {
         return;
     const int64_t count = std::clamp(plan.expert_bytes / std::max(largest, kGroupBytes), int64_t{2}, kMostBuffers);
     buffer_bytes_ = sector_end(std::max(largest, plan.expert_bytes / count));
-    for (int64_t i = 0; i < count; ++i)
-        buffers_.push_back(take(buffer_bytes_));
+    buffers_.resize(static_cast<size_t>(count));
 }
 
 bool WeightSource::streams_experts(int32_t stage) const { return !of_stage_[static_cast<size_t>(stage)].expert_ops.empty(); }

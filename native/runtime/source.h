@@ -135,7 +135,7 @@ private:
     };
 
     const Tensor& tensor(const ModelWeight& weight) const { return *by_weight_.at(&weight); }
-    uint8_t* take(int64_t bytes);
+    void allocate();
     void lay_out(Unit& unit, std::vector<Part> parts, int64_t near) const;
     void cut(Unit& unit, const Part& part) const;
     int32_t add_unit(std::vector<Part> parts, bool kept);
@@ -169,7 +169,7 @@ private:
     std::vector<Slot> slots_;
     std::vector<uint8_t*> buffers_; // of experts
     int64_t buffer_bytes_ = 0;
-    std::vector<std::shared_ptr<uint8_t>> memory_;
+    std::shared_ptr<uint8_t> memory_;
     int64_t memory_bytes_ = 0;
     bool bound_ = false;
 
