@@ -339,6 +339,11 @@ class PageCache:
         if position and any(kind.window for kind in self.kinds):
             self._sequences[sequence].snapshots.add(position)
 
+    def snapshot_bytes(self, position: int) -> int:
+        """Most bytes that a snapshot keeps."""
+        pages = [pages_for(position) - self._first_needed_page(k, position) if kind.window else 0 for k, kind in enumerate(self.kinds)]
+        return sum(n * pool.page_bytes for n, pool in zip(pages, self.pools, strict=True)) + self.states.slot_bytes
+
     def forget_snapshots(self, sequence: int) -> None:
         """Keep nothing but what the end needs."""
         s = self._sequences[sequence]

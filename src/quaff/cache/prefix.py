@@ -147,8 +147,8 @@ class PrefixCache:
         self._held_slots: dict[Slots, int] = {}
         self._whole = tuple(k for k, kind in enumerate(cache.kinds) if not kind.window)
         self._sliding = tuple(k for k, kind in enumerate(cache.kinds) if kind.window)
-        # Everything a row sees is in the nodes: any position is a place.
-        self._plain = not self._sliding and not cache.states.kinds
+        self.anywhere = not self._sliding and not cache.states.kinds
+        """True when prompts can be continued at any position: all that a row sees is in the nodes."""
         self._window_pages = (
             0 if cache.states.kinds else max((pages_for(kind.window) + 1 for kind in cache.kinds if kind.window), default=0)
         )
@@ -167,7 +167,7 @@ class PrefixCache:
         ids = id_bytes(tokens)
         path, matched = self._walk(ids, salt)
         usable = min(matched, most)
-        length, place = (usable, None) if self._plain else self._last_place(path, usable)
+        length, place = (usable, None) if self.anywhere else self._last_place(path, usable)
         miss = self._miss(ids, path, matched, most, length, salt)
         if not length:
             return Hit(self.cache.create(), 0, miss)
@@ -267,7 +267,7 @@ class PrefixCache:
         return True
 
     def _new_places(self, sequence: int, written: int, growing: bool) -> list[int]:
-        if self._plain:
+        if self.anywhere:
             end = written // PAGE * PAGE if growing else written
             return [end] if end else []
         places = self.cache.places(sequence)
@@ -320,7 +320,7 @@ class PrefixCache:
         return tuple(self.cache.page(sequence, k, index) for k in self._whole)
 
     def _put_place(self, node: _Node, offset: int, sequence: int, position: int) -> None:
-        if self._plain:
+        if self.anywhere:
             # One is enough: pages are dropped from the end of a branch, wherever on it sequences ended.
             self._forget_above(node)
             offset = 0
@@ -401,7 +401,7 @@ class PrefixCache:
             if parent.newest is node:
                 parent.newest = parent.children[-1] if parent.children else None
             node = parent
-            if self._plain and node.parent is not None and not node.children and not node.places:
+            if self.anywhere and node.parent is not None and not node.children and not node.places:
                 moved = node.places[0] = _Place(node, 0, (), place.windows)
                 self._places[moved] = None
                 self._places.move_to_end(moved, last=False)

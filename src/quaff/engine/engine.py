@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 from quaff.batch import Batch, Counters, Logits
 from quaff.cache.pages import PageCache
 from quaff.cache.prefix import Miss, PrefixCache
+from quaff.engine.convoy import Convoy
 from quaff.engine.pace import Pace, Policy
 from quaff.engine.runner import Runner
 from quaff.engine.sampler import Constraint, SamplingParams, TokenLogprobs, describe, sample
@@ -74,9 +75,9 @@ class Request:
     """A sequence in the engine. `tokens` are known, `computed` of them are in the KV state. Read it freely; only the engine writes.
 
     `cached_tokens` were not computed for it, and `miss` says why they are not more. `version` is that of the prefix tree in which it was
-    looked for, -1: not yet. `reserved`: positions that memory is counted for. `logprobs` has one entry per generated token and
-    `prompt_logprobs` one per prompt token after the first, where its parameters ask for them. `drafted` guessed tokens were checked,
-    `accepted` of them were right.
+    looked for, -1: not yet. It waits until `leader` has computed the `meeting` tokens that both begin with; `ids` are those of its prompt.
+    `reserved`: positions that memory is counted for. `logprobs` has one entry per generated token and `prompt_logprobs` one per prompt
+    token after the first, where its parameters ask for them. `drafted` guessed tokens were checked, `accepted` of them were right.
     """
 
     id: int
@@ -91,8 +92,11 @@ class Request:
     base: int | None
     base_tokens: Sequence[int]
     prompt_tokens: int
+    ids: NDArray[np.int32]
     boundaries: tuple[int, ...] = ()
     salt: str = ""
+    leader: Request | None = None
+    meeting: int = 0
     reserved: int = 0
     sequence: int = 0
     cached_tokens: int = 0
@@ -180,6 +184,7 @@ class Engine:
         self.runner = runner
         self.cache = cache
         self.prefix = prefix
+        self._convoy = Convoy(cache, prefix) if prefix is not None else None
         self.context = context
         self.end_ids = end_ids
         self.plan = plan
@@ -274,6 +279,7 @@ class Engine:
             base=options.get("base"),
             base_tokens=options.get("base_tokens", ()),
             prompt_tokens=len(tokens),
+            ids=np.array(tokens, dtype=np.int32),
             boundaries=_few([b for b in sorted(set(options.get("boundaries", ()))) if 0 < b < len(tokens)]),
             salt=options.get("salt", ""),
         )
@@ -504,25 +510,33 @@ class Engine:
             self.cache.free(self._orphans.popleft())
 
     def _admit(self) -> None:
+        held_back = []
         while self._waiting and len(self._scheduler) < self.policy.max_running:
-            request = self._waiting[0]
-            if not request.done:
-                self._attach(request)
-                try:
-                    self._reserve(request)
-                except MemoryBudgetError as error:
-                    # Memory comes back when a running request ends; alone, a request that does not fit never will.
-                    if len(self._scheduler):
-                        return
-                    self._waiting.popleft()
-                    self._fail(request, error)
+            request = self._waiting.popleft()
+            if request.done:
+                continue
+            self._attach(request)
+            if self._convoy is not None:
+                readers = [r for r in self._requests.values() if r.admitted and not r.prefilled_at]
+                if self._convoy.waits(request, readers, self.block_rows):
+                    held_back.append(request)
                     continue
-                request.admitted = True
-                if self.prefix is not None and not request.started_at:
-                    self.prefix.counters.count(request.prompt_tokens, request.cached_tokens)
-                request.started_at = request.started_at or time.perf_counter()
-                self._scheduler.add(request.id, len(request.tokens), request.computed, request.logits_from)
-            self._waiting.popleft()
+                self._attach(request)
+            try:
+                self._reserve(request)
+            except MemoryBudgetError as error:
+                # Memory comes back when a running request ends; alone, a request that does not fit never will.
+                if len(self._scheduler):
+                    self._waiting.appendleft(request)
+                    break
+                self._fail(request, error)
+                continue
+            request.admitted = True
+            if self.prefix is not None and not request.started_at:
+                self.prefix.counters.count(request.prompt_tokens, request.cached_tokens)
+            request.started_at = request.started_at or time.perf_counter()
+            self._scheduler.add(request.id, len(request.tokens), request.computed, request.logits_from)
+        self._waiting.extendleft(reversed(held_back))
 
     def _attach(self, request: Request) -> None:
         """The sequence that a request grows: what it was given, else what the prefix tree has; and marks where its state is to be kept."""
