@@ -20,7 +20,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from quaff.errors import QuaffError, one_line
-from quaff.serve import anthropic, chat, completions, openai, status, tokens
+from quaff.serve import anthropic, chat, completions, openai, responses, status, tokens
 from quaff.serve.errors import ApiError, shape_of
 from quaff.serve.service import Service
 from quaff.serve.settings import Settings
@@ -41,7 +41,15 @@ Life = Callable[[], AbstractAsyncContextManager[None]]
 
 def make_app(service: Service, life: Life | None = None) -> Starlette:
     """The application. `life` is entered when the server starts and left when it ends."""
-    routes = [*chat.routes(), *completions.routes(), *anthropic.routes(), *openai.routes(), *tokens.routes(), *status.routes()]
+    routes = [
+        *chat.routes(),
+        *completions.routes(),
+        *anthropic.routes(),
+        *responses.routes(),
+        *openai.routes(),
+        *tokens.routes(),
+        *status.routes(),
+    ]
 
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
