@@ -62,12 +62,23 @@ def serve(
         from quaff.serve.settings import Settings
     except ModuleNotFoundError as error:
         raise QuaffError(f"quaff serve needs the package {error.name}: pip install 'quaff[serve]'") from None
+    from quaff import hub
     from quaff.engine.pace import Policy
     from quaff.llm import load
     from quaff.weights.budget import usable_memory_bytes
 
     _log_to_stderr()
-    settings = Settings(name or Path(model).stem, host, port, api_key, queue, max_tokens, temperature)
+    folder = hub.cache_dir() / "prefixes" if store == "on" else None if store == "off" else Path(store)
+    settings = Settings(
+        name or Path(model).stem,
+        host,
+        port,
+        api_key,
+        queue,
+        max_tokens,
+        temperature,
+        replies=folder / "replies" if folder is not None else None,
+    )
     prefix_bytes = size("--prefix-cache", prefix_cache, (usable_memory_bytes() or 4 << 30) // 4)
     store_bytes = size("--store-size", store_size)
     with Bar() as bar, listen(host, port) as sock:
@@ -85,7 +96,7 @@ def serve(
                 schedule=schedule,
                 context=context,
                 prefix_cache_bytes=prefix_bytes,
-                store={"on": True, "off": False}.get(store, store),
+                store=folder or False,
                 store_cap_bytes=store_bytes,
                 progress=report,
             )

@@ -98,7 +98,11 @@ class Dialogue:
 
     def keep(self, prompt: ChatPrompt, ids: Sequence[int], call: str = "") -> None:
         """Remember a finished answer, its end token included. `call`: the id under which its first tool call went out."""
-        self._replies.keep(prompt.text, self.tokenizer.decode(ids, skip_special=False), tuple(ids), call)
+        # A template ends every answer in one way, whichever of the end tokens the model chose.
+        ends = (self.tokenizer.eos_id, ids[-1]) if ids and ids[-1] in self.tokenizer.end_ids else ids[-1:]
+        for end in dict.fromkeys(end for end in ends if end is not None):
+            whole = (*ids[:-1], end)
+            self._replies.keep(prompt.text, self.tokenizer.decode(whole, skip_special=False), whole, call)
 
     def grammar(self, prompt: ChatPrompt, tools: Tools | None = None, form: Form | None = None) -> Grammar | None:
         """What an answer to a prompt must look like; None when it is free. Reasoning may come first where the template knows it.

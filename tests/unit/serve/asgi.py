@@ -35,6 +35,9 @@ class Caller:
     def __call__(self, method: str, path: str, body: bytes = b"", headers: Mapping[str, str] = JSON) -> Answer:
         return self.loop.run_until_complete(self._call(method, path, body, headers))
 
+    def post(self, path: str, body: Mapping[str, Any]) -> Answer:
+        return self("POST", path, json.dumps(body).encode())
+
     async def _call(self, method: str, path: str, body: bytes, headers: Mapping[str, str]) -> Answer:
         scope = {
             "type": "http",

@@ -29,7 +29,7 @@ def ask(live: Live, prompt: str | list[int], salt: str = "", **more: object) -> 
 
 
 def test_warm_is_cold(kind: Live) -> None:
-    """Kind: warm is not cold. The same prompt again is found up to its last token, and answered with the same bits."""
+    """Warm is not cold (llama.cpp 7594, sglang 34683): the same prompt again is found but for its last token."""
     length = len(kind.llm.encode(TEXT))
     replies = [ask(kind, TEXT, logprobs=5) for _ in range(3)]
     assert [r["usage"]["prompt_tokens_details"]["cached_tokens"] for r in replies] == [0, length - 1, length - 1]
@@ -38,7 +38,7 @@ def test_warm_is_cold(kind: Live) -> None:
 
 
 def test_logprobs_with_a_warm_cache(kind: Live) -> None:
-    """Kind: logprobs with a warm cache. Those of the prompt are equal to cold ones, by bytes."""
+    """Logprobs with a warm cache (vllm 3251, 42019): those of the prompt are equal to cold ones, by bytes."""
     ids = kind.llm.encode(TEXT + "end")
     expected = list(kind.llm.score(ids).logprobs)
     for _ in range(3):
@@ -67,7 +67,7 @@ def test_a_salt_keeps_caches_apart(kind: Live) -> None:
 
 
 def test_a_miss_names_the_first_text_that_differs(live: Live) -> None:
-    """Kind: volatile first line. The reply says what changed and what it cost."""
+    """Volatile first line (vllm PR 36829, ollama PR 14918): the reply says what changed and what it cost."""
     ask(live, "first line 1\n" + TEXT)
     details = ask(live, "first line 2\n" + TEXT)["usage"]["prompt_tokens_details"]
     assert details["cached_tokens"] == len(live.llm.encode("first line "))

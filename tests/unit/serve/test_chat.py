@@ -150,6 +150,7 @@ def test_timings_have_llama_cpps_names(live: Live) -> None:
 
 
 def test_a_prompt_longer_than_the_context_is_refused_with_both_counts(live: Live) -> None:
+    """Silent truncation (ollama 3839): never a shorter prompt than the one that was sent."""
     messages = [{"role": "user", "content": "x" * 6000}]
     with pytest.raises(openai.BadRequestError) as caught:
         live.client.chat.completions.create(model="tiny", messages=messages)

@@ -90,6 +90,7 @@ def post(live: Live, path: str, body: dict) -> socket.socket:
 
 @pytest.mark.parametrize("stream", [True, False])
 def test_client_gone_is_noticed_within_one_chunk_and_the_retry_is_answered(quick: Live, stream: bool) -> None:
+    """Client gone (ds4 333): a prefill that nobody waits for ends, and the retry is answered."""
     loop, counters = quick.service.loop, quick.llm.counters
     with held(quick) as hold:
         sock = post(quick, "/v1/chat/completions", {"messages": LONG, "stream": stream})
@@ -121,6 +122,7 @@ def test_a_client_that_leaves_a_stream_ends_it(quick: Live) -> None:
 
 
 def test_headers_and_pings_come_while_the_prompt_is_read(quick: Live) -> None:
+    """Silence (cline 13843, opencode 49044): clients give up on a healthy prefill that says nothing."""
     with held(quick) as hold:
         body = {"messages": LONG, "stream": True, "max_tokens": 2}
         with httpx.stream("POST", f"{quick.url}/v1/chat/completions", json=body, timeout=WAIT_SECONDS) as reply:

@@ -29,7 +29,7 @@ HERMES = (
     '{% for c in m.tool_calls or [] %}<tool_call>\n{"name": "{{ c.function.name }}", "arguments": {{ c.function.arguments | tojson }}}\n'
     "</tool_call>{% endfor %}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-MARKS = {"<|im_start|>": 3, "<|im_end|>": 3}
+MARKS = {"<|im_start|>": 3, "<|im_end|>": 3, "<|endoftext|>": 3}
 TOOLS = make_tools([("f", "does f", {"type": "object", "properties": {"a": {"type": "string"}}})])
 
 
@@ -74,6 +74,16 @@ def test_a_reply_comes_back_as_it_was_generated() -> None:
     assert second.tokens[len(first.tokens) + len(reply) :] == tuple(
         d.tokenizer.encode("\n<|im_start|>user\nagain<|im_end|>\n<|im_start|>assistant\n", False, True)
     )
+    assert d.tokenizer.decode(second.tokens, skip_special=False) == second.text
+
+
+def test_an_answer_with_another_end_than_the_templates_comes_back_too() -> None:
+    end = dialogue().tokenizer.vocabulary.ids[END]
+    d = dialogue(ggml__eos_token_id=end)
+    first = d.prompt(said("hello"))
+    d.keep(first, (*letters(d, "hello"), d.tokenizer.vocabulary.ids["<|endoftext|>"]))
+    second = d.prompt(said("hello", "hello", "again"))
+    assert second.tokens[: len(first.tokens) + 6] == (*first.tokens, *letters(d, "hello"), end)
     assert d.tokenizer.decode(second.tokens, skip_special=False) == second.text
 
 
