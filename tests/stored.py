@@ -74,7 +74,7 @@ def computed(cache: PageCache, tokens: Sequence[int]) -> int:
 def put(store: Store, cache: PageCache, tokens: Sequence[int], salt: str = "") -> None:
     """Compute a prefix and have it written."""
     sequence = computed(cache, tokens)
-    store.put(tokens, Memory.of(cache, sequence), lambda: None, salt)
+    store.put(tokens, Memory.of(cache, sequence), lambda sequence: None, salt)
     assert store.flush(60)
     cache.free(sequence)
 

@@ -26,7 +26,7 @@ def put(model: Tinyrun, store: Store, tokens: list[int], places: tuple[int, ...]
     sequence = model.cache.create()
     for begin, end in zip((0, *places), places, strict=False):
         model.step([(sequence, tokens[begin:end])], Order("chunk", 64), [Trace()])
-        store.put(tokens[:end], Memory.of(model.cache, sequence), lambda: None)
+        store.put(tokens[:end], Memory.of(model.cache, sequence), lambda sequence: None)
         assert store.flush(60)
     model.cache.free(sequence)
 
@@ -82,7 +82,7 @@ def test_files_do_not_depend_on_the_path_to_them(model: Tinyrun, tmp_path: Path)
     sequence, length = restore(model, store, tokens)
     assert length == BLOCK + 5
     model.step([(sequence, tokens[length:])], Order("chunk", 33), [Trace()])
-    store.put(tokens, Memory.of(model.cache, sequence), lambda: model.cache.free(sequence))
+    store.put(tokens, Memory.of(model.cache, sequence), model.cache.free)
     assert store.flush(60)
 
     def content(name: str) -> dict[str, bytes]:
@@ -108,8 +108,8 @@ def test_a_restored_byte_that_is_wrong_fails_the_comparison(model: Tinyrun, tmp_
         page = model.cache.pools[k].view(int(table[-1]))
         values = page[..., PAGE * model.cache.kinds[k].dim * model.cache.kinds[k].value_bytes // 2 :]
         values[:] = np.where(values, values ^ 0x0040, values)
-    changed = Memory(memory.layout, memory.pools, memory.state_pools, model.cache.tables(twin), memory.slots)
-    store.put(tokens[: BLOCK + 10], changed, lambda: None)
+    changed = Memory(twin, memory.layout, memory.pools, memory.state_pools, model.cache.tables(twin), memory.slots)
+    store.put(tokens[: BLOCK + 10], changed, lambda sequence: None)
     assert store.flush(60)
     restored, length = restore(model, make_store(model, tmp_path), tokens)
     assert length == BLOCK + 10

@@ -16,8 +16,9 @@ from quaff.cache.states import SlotPool
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """Page ids by kind and position // 64, and the slots of the end. Whoever has it sees to it that they are held."""
+    """Page ids by kind and position // 64, and the slots of the end. Whoever has it sees to it that `sequence` holds them."""
 
+    sequence: int
     layout: Layout
     pools: Sequence[Pool]
     state_pools: Sequence[SlotPool]
@@ -29,7 +30,7 @@ class Memory:
         """Of a sequence as it is now; under the engine's lock, as all that reads a cache."""
         layout = Layout(cache.kinds, cache.states.kinds)
         tables = tuple(table.copy() for table in cache.tables(sequence))
-        return Memory(layout, cache.pools, cache.states.pools, tables, cache.states.slots(sequence, cache.written(sequence)))
+        return Memory(sequence, layout, cache.pools, cache.states.pools, tables, cache.states.slots(sequence, cache.written(sequence)))
 
     def writable(self, piece: Piece) -> list[memoryview]:
         """The memory of a piece, to be filled."""

@@ -96,7 +96,7 @@ class _Job:
     root: bytes
     tokens: Tokens
     memory: Memory
-    release: Callable[[], None]
+    release: Callable[[int], None]
 
 
 class Store:
@@ -113,6 +113,8 @@ class Store:
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
         self._counters = StoreCounters()
+        self._current: _Job | None = None
+        self._stopping = False
         self._failing = False
         self._closed = False
 
@@ -246,8 +248,9 @@ class Store:
 
     # Writing behind
 
-    def put(self, tokens: Sequence[int], memory: Memory, release: Callable[[], None], salt: str = "") -> None:
-        """Queue a prefix whose positions `memory` holds until `release`, which is called once, from any thread, when it is written.
+    def put(self, tokens: Sequence[int], memory: Memory, release: Callable[[int], None], salt: str = "") -> None:
+        """Queue a prefix that is all positions of the sequence of `memory`, which must not change until it is written: then `release` gets
+        the sequence, once, in any thread.
 
         What is there already is only marked as used. A prefix larger than the cap is not written.
         """
@@ -257,7 +260,7 @@ class Store:
                 self._queue.append(job)
                 return
         self._count(dropped=1)
-        release()
+        release(memory.sequence)
 
     def _start(self) -> bool:
         """True when there is a thread that writes. It cannot begin before the lock is free."""
@@ -276,6 +279,18 @@ class Store:
         with self._changed:
             return self._changed.wait_for(lambda: self._thread is None, timeout_seconds)
 
+    def abandon(self) -> list[int]:
+        """Write nothing of what is queued, and no more of what is being written: their sequences, which are not released. Waits for at most
+        one file to be written."""
+        with self._changed:
+            jobs = [*self._queue] if self._current is None else [self._current, *self._queue]
+            self._queue.clear()
+            self._stopping = True
+            self._changed.wait_for(lambda: self._current is None)
+            self._stopping = False
+        self._count(dropped=len(jobs))
+        return [job.memory.sequence for job in jobs]
+
     def close(self) -> None:
         """Write what is queued, and take no more."""
         with self._changed:
@@ -292,7 +307,7 @@ class Store:
                     self._thread = None
                     self._changed.notify_all()
                     return
-                job = self._queue.popleft()
+                job = self._current = self._queue.popleft()
             try:
                 self._write(job)
                 self._failing = False
@@ -304,8 +319,12 @@ class Store:
             except Exception:
                 self._count(dropped=1)
                 log.exception("prefix cache: a prefix of %d tokens was not written", len(job.tokens))
-            finally:
-                job.release()
+            with self._changed:
+                self._current = None
+                abandoned = self._stopping
+                self._changed.notify_all()
+            if not abandoned:
+                job.release(job.memory.sequence)
 
     def _write(self, job: _Job) -> None:
         every = pieces(job.root, job.tokens, self.layout)
@@ -320,6 +339,8 @@ class Store:
         self._shelf.touch([piece.name for piece in every], used_ns)
         self._shelf.make_room(sum(piece.file_bytes(self.layout) for piece in new))
         for piece in new:
+            if self._stopping:
+                return
             buffers = job.memory.readable(piece)
             header = pack_header(piece, self.key, self.layout, payload_sha256(buffers))
             nbytes = self._shelf.write(piece.name, [header, *buffers], used_ns)

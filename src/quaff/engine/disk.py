@@ -30,6 +30,7 @@ class DiskTier:
         self._reading = threading.Lock()
         self._restoring = False
         prefix.on_publish = self._published
+        engine.cache.accountant.reclaim = self._reclaim
 
     def restore(self, tokens: Sequence[int], salt: str = "") -> int:
         """Bring what the disk has of a prompt into memory, where a request that is submitted next finds it; how many more tokens it finds.
@@ -91,7 +92,17 @@ class DiskTier:
             if end < WORTH_TOKENS:
                 continue
             twin = cache.fork(sequence, end)
-            self.store.put(tokens[:end], Memory.of(cache, twin), partial(self._let_go, twin), salt)
+            self.store.put(tokens[:end], Memory.of(cache, twin), self._let_go, salt)
+
+    def _reclaim(self, need_bytes: int) -> None:
+        """Memory is short: the tree gives way, and where what waits to be written holds its pages, that is given up first."""
+        accountant = self._engine.cache.accountant
+        wanted = accountant.used_bytes - need_bytes
+        if self._prefix.evict(need_bytes) < need_bytes:
+            for twin in self.store.abandon():
+                self._engine.cache.free(twin)
+            if accountant.used_bytes > wanted:
+                self._prefix.evict(accountant.used_bytes - wanted)
 
     def _let_go(self, sequence: int) -> None:
         self._engine.release(sequence)

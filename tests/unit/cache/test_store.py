@@ -3,7 +3,7 @@
 import logging
 import os
 import threading
-from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -206,22 +206,44 @@ def test_the_end_of_a_chain_goes_before_its_beginning(tmp_path: Path) -> None:
 def test_the_queue_is_bounded_and_every_sequence_is_given_back_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store, cache = make_store(tmp_path), make_cache()
     memory = Memory.of(cache, computed(cache, prompt(100)))
-    go, released = threading.Event(), []
+    go, released = threading.Event(), list[int]()
     write = store._write
     monkeypatch.setattr(store, "_write", lambda job: (go.wait(60), write(job)))
-
-    def release(i: int) -> Callable[[], None]:
-        return lambda: released.append(i)
-
     for i in range(80):
-        store.put(prompt(100), memory, release(i))
+        store.put(prompt(100), replace(memory, sequence=i), released.append)
     assert store.counters.dropped in (15, 16)  # one may have left the queue
     go.set()
     store.close()
     assert sorted(released) == list(range(80))
-    store.put(prompt(100), memory, release(80))
+    store.put(prompt(100), replace(memory, sequence=80), released.append)
     assert released[-1] == 80
     check(store, "full", prompt(101), 100)
+
+
+def test_what_is_queued_can_be_given_up_and_what_is_being_written_after_one_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store, cache = make_store(tmp_path), make_cache()
+    tokens = prompt(2000)
+    memory = Memory.of(cache, computed(cache, tokens))
+    began, go, released = threading.Event(), threading.Event(), list[int]()
+    fsync = os.fsync
+
+    def slow(fd: int) -> None:
+        began.set()
+        go.wait(60)
+        fsync(fd)
+
+    monkeypatch.setattr(os, "fsync", slow)
+    for i in range(5):
+        store.put(tokens, replace(memory, sequence=i), released.append)
+    began.wait(60)
+    threading.Timer(0.05, go.set).start()
+    assert sorted(store.abandon()) == list(range(5))
+    assert store.flush(60)
+    assert released == []
+    assert len(files(tmp_path, "block")) == 1
+    assert store.abandon() == []
+    put(store, cache, tokens)
+    check(store, "full", [*tokens, 0], 2000)
 
 
 def test_its_thread_ends_when_there_is_nothing_to_write(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """Between memory and disk: what is published is written, what is asked for is read, and neither holds up or costs a request."""
 
+import os
 import threading
 from pathlib import Path
 
@@ -170,3 +171,23 @@ def test_options_are_checked(path: Path, store: Path, monkeypatch: pytest.Monkey
         assert llm.disk is None
         assert llm.restore(TOKENS) == 0
         assert llm.describe()["store"] is None
+
+
+def test_memory_that_waits_for_the_disk_is_there_for_requests(path: Path, store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is to be written must never make a request fail that would fit without it."""
+    with load(path, store) as llm:
+        read(llm, TOKENS)
+        assert disk(llm).store.flush(60)
+        go = threading.Event()
+        fsync = os.fsync
+        monkeypatch.setattr(os, "fsync", lambda fd: (go.wait(60), fsync(fd)))
+        llm.accountant.limit_bytes = llm.accountant.peak_bytes + 20_000  # enough for one prompt, not for what two have left
+        for seed in range(4):
+            threading.Timer(0.05, go.set).start()
+            with llm.prefill(prompt(300, 700, 10 + seed)).state as state:
+                assert state.kv_sha256()
+            go.clear()
+        go.set()
+        assert disk(llm).store.flush(60)
+        assert disk(llm).store.counters.dropped
+        assert pages_held(llm) == 0
