@@ -73,7 +73,7 @@ CHECKED  = env ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1
 
 sanitize: $(VENV)/.test ## kernels, packing, runtime and hostile files under ASan and UBSan
 	$(call apart,$(SAN),.,-C cmake.define.QUAFF_SANITIZE=ON -C cmake.define.QUAFF_TESTS=ON)
-	for program in bits linear_check threads_check; do $(CHECKED) $(SAN)/cmake/$$program || exit 1; done
+	for program in bits linear_check threads_check source_check; do $(CHECKED) $(SAN)/cmake/$$program || exit 1; done
 	$(CHECKED) LD_PRELOAD=$(RUNTIME) $(SAN)/venv/bin/python -m pytest --numprocesses $(JOBS) -p no:cacheprovider $(SLICE) -m "not models"
 
 bench: $(READY) ## prompt and decode speed of MODEL, with the control, and the machine's ceilings
