@@ -643,7 +643,7 @@ def test_close_ends_what_is_running(path: Path, monkeypatch: pytest.MonkeyPatch)
     request = llm.engine.submit(prompt(300, 4000), params=PARAMS)
     driver = threading.Thread(target=llm.engine.run, args=([request],))
     driver.start()
-    watcher = when(llm, lambda: llm.engine.runner.control.work_done > 0, llm.close)
+    watcher = when(llm, lambda: llm.engine.runner.control.cells_done > 100, llm.close)
     watcher.join()
     driver.join()
     assert request.finish_reason == "cancelled"
