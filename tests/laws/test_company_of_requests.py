@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from hashlib import sha256
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -72,12 +73,17 @@ def asks(vocab: int) -> list[Ask]:
 
 
 @pytest.fixture(scope="module", params=list(CASES))
-def llm(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
-    with quaff.load(CASES[request.param].write(tmp_path_factory.mktemp("company") / "m.gguf"), threads=1, chunk=32) as llm:
+def path(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return CASES[request.param].write(tmp_path_factory.mktemp("company") / "m.gguf")
+
+
+@pytest.fixture(scope="module")
+def llm(path: Path) -> Iterator[LLM]:
+    with quaff.load(path, threads=1, chunk=32) as llm:
         yield llm
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def alone(llm: LLM) -> list[tuple[object, ...]]:
     return [run(llm, [ask], [0])[0] for ask in asks(llm.config.vocab)]
 
@@ -111,6 +117,16 @@ def test_company_never_shows(llm: LLM, alone: list[tuple[object, ...]], policy: 
     fired = policy.draft_tokens > 0 and not llm.graph.state_kinds
     assert (llm.engine.drafted_tokens > drafted) == fired
     assert (llm.engine.accepted_tokens > accepted) == fired
+
+
+def test_company_never_shows_through_a_prefix_tree(llm: LLM, alone: list[tuple[object, ...]], path: Path) -> None:
+    """The same requests again, and once more: what they find of each other changes nothing either."""
+    crowd = asks(llm.config.vocab)
+    with quaff.load(path, threads=1, chunk=32, prefix_cache_bytes=8 << 20) as warm:
+        warm.engine.set_policy(POLICIES[-1])
+        for arrivals in ([0] * len(crowd), [5, 4, 3, 2, 1, 0], [0, 7, 0, 7, 0, 7]):
+            assert run(warm, crowd, arrivals) == alone
+        assert warm.engine.prefix is not None and warm.engine.prefix.counters.cached_tokens > 0
 
 
 def test_guesses_that_are_believed_fail_the_comparison(llm: LLM, alone: list[tuple[object, ...]], monkeypatch: pytest.MonkeyPatch) -> None:
