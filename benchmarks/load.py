@@ -32,7 +32,7 @@ import psutil
 from quaff import hub
 
 TEXT = Path(__file__).parents[1] / "examples" / "waterworks.md"
-TOKENS_PER_WORD = 1.45  # of shuffled English words
+TOKENS_PER_WORD = 1.17  # of shuffled English words
 READY_SECONDS = 300
 REPEATED = 12
 SETTLED_SHARE = 0.4  # memory is compared from here on: caches and scratch have reached their sizes
