@@ -287,6 +287,7 @@ class EngineConfig:
 
     `chunk` in rows, `context` in tokens (None: the model's), `memory_limit_bytes` bounds weights, KV pages and scratch. `memory` bounds all
     of the process instead: what does not fit is streamed from the file.
+    `schedule` None: by chunks, or by layers where weights are streamed.
     `activations="float32"` does not quantise activations, `kv_dtype="float32"` does not round keys and values: slower, both for checking
     against other implementations. `prefix_cache_bytes` of the limit at most keep what was computed for prompts to come; with a folder
     `store` it is kept in files too, `store_cap_bytes` of them at most.
@@ -294,7 +295,7 @@ class EngineConfig:
 
     threads: int | None = None
     chunk: int | None = None
-    schedule: Schedule = "chunk"
+    schedule: Schedule | None = None
     activations: Activations = "int8"
     context: int | None = None
     memory_limit_bytes: int | None = None
@@ -318,7 +319,7 @@ class EngineConfig:
         if self.prefix_cache_bytes != 0:
             _size("prefix_cache_bytes", self.prefix_cache_bytes, 1 << 50)
         _check(self.store is None or self.prefix_cache_bytes > 0, "a store is filled from the prefix cache; give prefix_cache_bytes too")
-        _check(self.schedule in ("token", "chunk", "layer"), f"schedule is {self.schedule!r}; expected token, chunk or layer")
+        _check(self.schedule in (None, "token", "chunk", "layer"), f"schedule is {self.schedule!r}; expected token, chunk or layer")
         if self.memory is not None and self.memory != "auto":
             _size("memory", self.memory, 1 << 50)
         _check(

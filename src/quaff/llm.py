@@ -8,7 +8,7 @@ import time
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from hashlib import sha256
 from pathlib import Path
@@ -26,7 +26,18 @@ from quaff.cache.pages import PageCache
 from quaff.cache.prefix import PrefixCache
 from quaff.cache.store import Store
 from quaff.checkpoint import Checkpoint
-from quaff.config import Activations, EngineConfig, KVDtype, ModelConfig, Quantize, Schedule, rows_per_expert
+from quaff.config import (
+    Activations,
+    EngineConfig,
+    KVDtype,
+    Memory,
+    ModelConfig,
+    Quantize,
+    Schedule,
+    Workload,
+    parse_memory,
+    rows_per_expert,
+)
 from quaff.engine.disk import DiskTier
 from quaff.engine.engine import Engine, FinishReason, Request
 from quaff.engine.reader import Reader
@@ -35,12 +46,18 @@ from quaff.engine.sampler import SamplingParams, refused
 from quaff.errors import ConfigError, MemoryBudgetError, PromptError, QuaffError, located, quote
 from quaff.graph.builder import build_graph
 from quaff.graph.program import Graph
-from quaff.models import read_model
+from quaff.measure.streaming import Streaming, bound_of
+from quaff.models import ReadModel, read_model
 from quaff.models.huggingface import open_model
 from quaff.schedule import Order, choose_order, default_chunk
 from quaff.tokenizer import Tokenizer
-from quaff.weights.budget import Accountant, available_memory_bytes, human_bytes
+from quaff.weights.budget import Accountant, human_bytes, process_memory_bytes, usable_memory_bytes
+from quaff.weights.layout import model_layout
+from quaff.weights.plan import Plan
+from quaff.weights.planner import make_ask, make_plan
 from quaff.weights.resident import ResidentWeights
+from quaff.weights.sizes import packed_sizes
+from quaff.weights.streamed import StreamedWeights
 
 Prompt = str | Sequence[int] | NDArray[np.integer[Any]]
 """A text, or token ids (ints, or a one-dimensional array of integers) that are used as they are."""
@@ -48,9 +65,6 @@ Progress = Callable[[int, int], None]
 """(multiply-accumulates done, in all) of reading prompts."""
 LoadProgress = Callable[[str, int, int], None]
 """(what, bytes done, bytes in all) of fetching and packing a model."""
-
-# Share of free memory that a model may use when no limit is given; the rest is for the system and for Python.
-MEMORY_SHARE = 0.9
 
 
 @dataclass(frozen=True, slots=True)
@@ -302,9 +316,11 @@ def load(
     *,
     threads: int | None = None,
     chunk: int | None = None,
-    schedule: Schedule = "chunk",
+    schedule: Schedule | None = None,
     activations: Activations = "int8",
     context: int | None = None,
+    memory: int | str | None = None,
+    workload: Workload | None = None,
     memory_limit_bytes: int | None = None,
     fuse: bool = True,
     isa: str | None = None,
@@ -318,10 +334,14 @@ def load(
     """Load a model by path (a GGUF file or a Hugging Face folder), alias, hf:owner/repo or hf:owner/repo/file, and pack its weights.
 
     `threads` None: physical cores this process may use. `chunk` rows are computed together, None: chosen from the machine's measured
-    ceilings. `schedule` is the order of the work; neither these nor `fuse` and `isa` (for the whole process) change a bit.
+    ceilings. `schedule` is the order of the work (None: the best one); neither these nor `fuse` and `isa` (for the whole process) change a
+    bit.
     `activations="float32"` and `kv_dtype="float32"` (keys and values as they are, not rounded to f16) are slower modes for checking against
     other implementations. `context` in tokens, at most the model's.
-    `memory_limit_bytes` bounds weights, KV state and scratch; None: nine tenths of the memory free now. `quantize` is for folders: what
+    `memory` is the resident memory that the whole process may have, interpreter included: bytes, a text such as "2GiB", or "auto" for what
+    the system can give. Weights that do not fit into it are streamed from the file, once for a prompt; no bit changes. `workload` says what
+    to leave room for. `memory_limit_bytes` bounds weights, KV state and scratch alone and streams nothing; without either it is nine tenths
+    of the memory free now. `quantize` is for folders: what
     matrices of a fitting width become (None: q8_0); a GGUF file is taken as it is.
     `prefix_cache_bytes`: at most so much of that keeps what was computed, for prompts that begin with the same tokens; it gives way to
     requests that need the memory. 0: only a `state` that is passed on is reused. `store`: a folder, or True for one in the user's cache, in
@@ -338,6 +358,7 @@ def load(
         memory_limit_bytes,
         fuse,
         kv_dtype,
+        parse_memory(memory) if isinstance(memory, str) else memory,
         prefix_cache_bytes=prefix_cache_bytes,
         store=_store_folder(store),
         store_cap_bytes=store_cap_bytes,
@@ -347,7 +368,7 @@ def load(
     _check_isa()
     path = hub.resolve(model, progress)
     with located(path), open_model(path, quantize) as checkpoint:
-        return LLM(checkpoint, config, progress)
+        return LLM(checkpoint, config, progress, workload)
 
 
 def _store_folder(store: bool | str | os.PathLike[str]) -> Path | None:
@@ -409,8 +430,14 @@ def _measured_chunk(bytes_per_weight: float, threads: int, expert_share: float) 
 class LLM:
     """A loaded model. Methods may be called from several threads; their requests share batches. Close it, or use it in a `with` block."""
 
-    def __init__(self, checkpoint: Checkpoint, engine_config: EngineConfig, progress: LoadProgress | None = None) -> None:
-        """`checkpoint` may be closed afterwards: weights are copied."""
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        engine_config: EngineConfig,
+        progress: LoadProgress | None = None,
+        workload: Workload | None = None,
+    ) -> None:
+        """`checkpoint` may be closed afterwards: weights are copied, or read from its files when they are needed."""
         began = time.perf_counter()
         model = read_model(checkpoint, engine_config.context)
         self.path: Path = checkpoint.path
@@ -424,21 +451,28 @@ class LLM:
         self.context = min(self.config.context_length, engine_config.context or self.config.context_length)
         self._tensor_types = dict(Counter(view.type_name for view in checkpoint.tensors.values()))
         threads = engine_config.threads or _native.default_threads()
-        limit = engine_config.memory_limit_bytes
-        if limit is None and (available := available_memory_bytes()) is not None:
-            limit = int(available * MEMORY_SHARE)
-        self.accountant = Accountant(limit)
-        self._weights = ResidentWeights(model.views, threads, self.accountant, partial(progress, "packing weights") if progress else None)
-        self.chunk = engine_config.chunk or _measured_chunk(self._weights.bytes_per_weight, threads, rows_per_expert(self.graph.config))
+        self.accountant = Accountant()
         pools = [
             _native.PagePool(len(kind.layers), kind.kv_heads, kind.dim, kind.value_dim, kind.value_bytes) for kind in self.graph.kv_kinds
         ]
         states = [_native.StatePool(len(kind.layers), kind.size) for kind in self.graph.state_kinds]
         cache = PageCache(self.graph.kv_kinds, pools, self.accountant, self.graph.state_kinds, states)
+        self.plan = self._make_plan(model, cache, threads, engine_config.memory, workload or Workload())
+        if self.plan is not None:
+            self.accountant.limit_bytes = self.plan.memory_bytes - self.plan.base_bytes
+        else:
+            self.accountant.limit_bytes = engine_config.memory_limit_bytes or usable_memory_bytes()
+        self._weights = self._load(model, threads, progress)
+        if self.plan is not None:
+            self.chunk = self.plan.chunk
+        else:
+            share = rows_per_expert(self.graph.config)
+            self.chunk = engine_config.chunk or _measured_chunk(self._weights.bytes_per_weight, threads, share)
         runner = Runner(self.graph, self._weights, pools, threads, self.accountant, states)
-        order = choose_order(engine_config.schedule, self.chunk)
-        prefix = PrefixCache(cache, engine_config.prefix_cache_bytes) if engine_config.prefix_cache_bytes else None
-        self.engine = Engine(runner, cache, order, self.context, self.tokenizer.end_ids, prefix=prefix)
+        order = self._order(engine_config.schedule or ("layer" if self.streamed else "chunk"), self.chunk)
+        cap = self.plan.prefix_cache_bytes if self.plan is not None else engine_config.prefix_cache_bytes
+        prefix = PrefixCache(cache, cap) if cap else None
+        self.engine = Engine(runner, cache, order, self.context, self.tokenizer.end_ids, self.plan, prefix)
         self.disk: DiskTier | None = None
         if prefix is not None and engine_config.store is not None:
             report = partial(progress, "hashing weights") if progress else None
@@ -447,6 +481,24 @@ class LLM:
             layout = Layout(cache.kinds, cache.states.kinds)
             self.disk = DiskTier(self.engine, prefix, Store(engine_config.store, key, layout, engine_config.store_cap_bytes))
         self.load_seconds = time.perf_counter() - began
+
+    def _make_plan(self, model: ReadModel, cache: PageCache, threads: int, memory: Memory | None, workload: Workload) -> Plan | None:
+        if memory is None:
+            return None
+        reading = max(view.scratch_bytes for view in model.views.values())
+        config = self.engine_config
+        ask = make_ask(memory, workload, self.tokenizer, self.context, self.config.vocab, config.chunk, threads, reading)
+        ask = replace(ask, prefix_cache_bytes=config.prefix_cache_bytes)
+        return make_plan(self.graph, packed_sizes(model.tensors), cache.peak_bytes, ask)
+
+    def _load(self, model: ReadModel, threads: int, progress: LoadProgress | None) -> ResidentWeights | StreamedWeights:
+        if self.plan is None or self.plan.resident:
+            return ResidentWeights(model.views, threads, self.accountant, partial(progress, "packing weights") if progress else None)
+        return StreamedWeights(self.graph, model_layout(model.views), self.plan, self.accountant, threads)
+
+    def _order(self, schedule: Schedule, chunk: int) -> Order:
+        # An expert is read for every cell that chose it: of a mixture a cell is the whole pass.
+        return choose_order(schedule, chunk, cut=self.plan is not None and all(not layer.experts for layer in self.config.layers))
 
     # What is loaded, and how it runs
 
@@ -465,8 +517,28 @@ class LLM:
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of packed weights in memory."""
-        return self._weights.loaded_bytes
+        """Bytes of packed weights in memory, or of all weights where they are streamed."""
+        return self.plan.weight_bytes if self.plan is not None and self.streamed else self._weights.loaded_bytes
+
+    @property
+    def streamed(self) -> bool:
+        """Whether some weights are read from the file in every pass."""
+        return self.plan is not None and not self.plan.resident
+
+    @property
+    def streaming(self) -> Streaming | None:
+        """What streaming did since the model was loaded, prompts and generation apart; None where all weights are in memory."""
+        if self.plan is None or not self.streamed:
+            return None
+        peak = self.plan.base_bytes + self.accountant.peak_bytes
+        return Streaming(self.plan, self.engine.prefill_stream, self.engine.decode_stream, peak, process_memory_bytes()[1])
+
+    @property
+    def bound(self) -> str:
+        """ "disk" or "compute": which of the two takes the longer, from what was measured so far, a running step included; "" where nothing
+        is streamed."""
+        counters = self.engine.runner.stream_counters()
+        return "" if counters is None else bound_of(counters)
 
     def configure(
         self, *, threads: int | None = None, chunk: int | None = None, schedule: Schedule | None = None, isa: str | None = None
@@ -479,7 +551,7 @@ class LLM:
             if threads is not None:
                 self.engine.runner.set_threads(threads)
             if chunk is not None or schedule is not None:
-                self.engine.set_order(choose_order(schedule or self.order.name, chunk or self.chunk))
+                self.engine.set_order(self._order(schedule or self.order.name, chunk or self.chunk))
             self.chunk = chunk or self.chunk
 
     def describe(self) -> dict[str, Any]:

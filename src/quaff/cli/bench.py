@@ -9,7 +9,7 @@ from typing import Annotated, TypeVar, cast, get_args
 import typer
 
 from quaff.cli.console import Bar
-from quaff.cli.options import MOST_COUNTED, MOST_THREADS, Chunk, Json, Model, OutputName, Quantize, ScheduleName
+from quaff.cli.options import MOST_COUNTED, MOST_THREADS, Chunk, Json, Memory, Model, OutputName, Quantize, ScheduleName
 from quaff.errors import ConfigError, quote
 
 T = TypeVar("T")
@@ -27,7 +27,13 @@ def bench(
     parallel: Annotated[str, typer.Option("--n-parallel", "-np", help="Sequences at once, likewise; speed counts all.")] = "1",
     threads: Annotated[str | None, typer.Option("--threads", "-t", help="Worker threads, several with commas.", show_default=False)] = None,
     chunk: Chunk = None,
-    schedule: Annotated[str, typer.Option("--schedule", help="token, chunk, layer; several with commas.")] = "chunk",
+    schedule: Annotated[
+        str | None,
+        typer.Option(
+            "--schedule", help="token, chunk, layer; several with commas.", show_default="chunk, or layer where weights are streamed"
+        ),
+    ] = None,
+    memory: Memory = None,
     repetitions: Annotated[
         int, typer.Option("--repetitions", "-r", min=1, max=MOST_COUNTED, help="Measured runs of each test, after a warm-up.")
     ] = 5,
@@ -42,11 +48,13 @@ def bench(
 ) -> None:
     """Measure tokens per second."""
     from quaff import _native
+    from quaff.config import Workload
     from quaff.llm import load
     from quaff.measure import ledger as lines
     from quaff.measure.bench import Plan, run_bench
     from quaff.measure.forecast import Trial
     from quaff.measure.report import bench_json, bench_markdown
+    from quaff.measure.roofline import LEAST_PROBE_MEGABYTES
     from quaff.measure.table import render
 
     prompts = [n for n in numbers("-p", prompt, least=0) if n]
@@ -61,15 +69,28 @@ def bench(
         for p, g in [*((p, 0) for p in prompts), *((0, g) for g in generated)]
     ]
     plan_threads = numbers("-t", threads, least=1, most=MOST_THREADS) if threads is not None else (_native.default_threads(),)
-    schedules = listed(schedule, schedule_name)
+    schedules = listed(schedule, schedule_name) if schedule is not None else ()
     if ledger is not None:
         if Path(model).is_dir():
             raise ConfigError("the ledger keeps figures of model files; write the folder as one first: quaff convert")
         lines.read(ledger)  # A damaged file is reported before minutes are spent.
-    with Bar() as bar, load(model, quantize=quantize, threads=max(plan_threads), chunk=chunk, progress=bar.step) as llm:
+    most = max(t.sequences for t in trials)
+    workload = Workload(
+        max(t.positions for t in trials) + 1,
+        # A test at a depth forks states that stay.
+        sequences=most * (2 if any(t.depth for t in trials) else 1),
+        logits_rows=most,
+        spare_bytes=LEAST_PROBE_MEGABYTES << 20,
+    )
+    with (
+        Bar() as bar,
+        load(model, quantize=quantize, threads=max(plan_threads), chunk=chunk, memory=memory, workload=workload, progress=bar.step) as llm,
+    ):
         if depth is None:
             trials = [t for t in trials if not t.depth or t.positions <= llm.context]
-        report = run_bench(llm, Plan(tuple(trials), plan_threads, schedules, chunk, repetitions, roofline, profile), bar.step)
+        report = run_bench(
+            llm, Plan(tuple(trials), plan_threads, schedules or (llm.order.name,), chunk, repetitions, roofline, profile), bar.step
+        )
         bar.close()
         values = bench_json(report)
         if ledger is not None:

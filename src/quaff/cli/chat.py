@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from quaff.cli.console import Bar, argument_text, decode, note
-from quaff.cli.options import MaxTokens, Model, Quantize, Seed, Temperature, Threads
+from quaff.cli.options import MaxTokens, Memory, Model, Quantize, Seed, Temperature, Threads
 from quaff.errors import PromptError
 
 
@@ -19,15 +19,19 @@ def chat(
     temperature: Temperature = 0.0,
     seed: Seed = 0,
     threads: Threads = None,
+    memory: Memory = None,
     quantize: Quantize = None,
 ) -> None:
     """Talk with a model, a line at a time; an empty line or the end of input leaves."""
+    from quaff.config import Workload
     from quaff.engine.sampler import SamplingParams
     from quaff.llm import load
 
     params = SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=seed)
     messages = [{"role": "system", "content": argument_text(system, "the text of --system")}] if system else []
-    with Bar() as bar, load(model, quantize=quantize, threads=threads, progress=bar.step) as llm:
+    # The prompt that is kept and the answer that goes on from it.
+    workload = Workload(sequences=2, logits_rows=1)
+    with Bar() as bar, load(model, quantize=quantize, threads=threads, memory=memory, workload=workload, progress=bar.step) as llm:
         if llm.tokenizer.chat_template is None:
             raise PromptError(f"{model} has no chat template; use quaff run")
         state = None

@@ -80,8 +80,8 @@ class Bar:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.close()
 
-    def step(self, label: str, done: int, total: int) -> None:
-        """`done` of `total` units (0: unknown) of the work named `label` are finished; a new label starts over."""
+    def step(self, label: str, done: int, total: int, detail: str = "") -> None:
+        """`done` of `total` units (0: unknown) of the work named `label` are finished; a new label starts over, a new `detail` does not."""
         if label != self._label:
             self.close()
             self._label, self._start = label, time.monotonic()
@@ -91,7 +91,8 @@ class Bar:
                 return
             self._open()
         if self._shown is not None and self._task is not None:
-            self._shown.update(self._task, completed=done, total=total or None)
+            said = f"{self._label} ({detail})" if detail else self._label
+            self._shown.update(self._task, description=said, completed=done, total=total or None)
 
     def _open(self) -> None:
         from rich.console import Console

@@ -39,7 +39,19 @@ Chunk = Annotated[
     int | None,
     typer.Option("--chunk", "-C", min=1, max=MOST_COUNTED, help="Rows computed together; without it, from the machine's ceilings."),
 ]
-Schedule = Annotated[ScheduleName, typer.Option("--schedule", help="Order of the work; never changes a bit.")]
+Schedule = Annotated[
+    ScheduleName | None,
+    typer.Option("--schedule", help="Order of the work; never changes a bit.", show_default="chunk, or layer where weights are streamed"),
+]
+Memory = Annotated[
+    str | None,
+    typer.Option(
+        "--memory",
+        envvar="QUAFF_MEMORY",
+        help="Memory of the whole process, such as 2GiB, or auto; weights that do not fit are streamed from the file.",
+        show_default=False,
+    ),
+]
 MaxTokens = Annotated[int, typer.Option("--max-tokens", min=0, max=1 << 30, help="Most tokens to generate.")]
 Temperature = Annotated[float, typer.Option("--temperature", min=0.0, max=100.0, callback=_a_number, help="0 takes the most likely token.")]
 Seed = Annotated[

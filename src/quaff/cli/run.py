@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from quaff.cli.console import Bar, note, print_json, read_prompt
-from quaff.cli.options import Chunk, Json, MaxTokens, Model, Quantize, Raw, Schedule, Seed, Temperature, Threads
+from quaff.cli.options import Chunk, Json, MaxTokens, Memory, Model, Quantize, Raw, Schedule, Seed, Temperature, Threads
 
 if TYPE_CHECKING:
     from quaff.llm import LLM, Completion
+    from quaff.tokenizer import Tokenizer
 
 
 def run(
@@ -24,20 +26,35 @@ def run(
     seed: Seed = 0,
     threads: Threads = None,
     chunk: Chunk = None,
-    schedule: Schedule = "chunk",
+    schedule: Schedule = None,
+    memory: Memory = None,
     raw: Raw = False,
     quantize: Quantize = None,
     as_json: Json = False,
 ) -> None:
     """Read a prompt and stream the answer."""
+    from quaff.config import Workload
     from quaff.engine.sampler import SamplingParams
     from quaff.llm import load
     from quaff.measure.phases import phase_table
 
     text = read_prompt(prompt, file)
     params = SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=seed)
-    with Bar() as bar, load(model, quantize=quantize, threads=threads, chunk=chunk, schedule=schedule, progress=bar.step) as llm:
-        stream = llm.stream(prompt_tokens(llm, text, raw), params, progress=lambda done, total: bar.step("reading the prompt", done, total))
+    workload = Workload(lambda tokenizer: len(prompt_tokens(tokenizer, text, raw)) + max_tokens, logits_rows=1)
+    with (
+        Bar() as bar,
+        load(
+            model,
+            quantize=quantize,
+            threads=threads,
+            chunk=chunk,
+            schedule=schedule,
+            memory=memory,
+            workload=workload,
+            progress=bar.step,
+        ) as llm,
+    ):
+        stream = llm.stream(prompt_tokens(llm.tokenizer, text, raw), params, progress=reading(bar, llm))
         for piece in stream:
             bar.close()
             if not as_json:
@@ -49,13 +66,20 @@ def run(
             print(flush=True)
             note()
             note(phase_table(phases(llm, stream.completion)))
+            if llm.streaming is not None:
+                note(llm.streaming.sentence())
 
 
-def prompt_tokens(llm: LLM, text: str, raw: bool) -> list[int]:
+def reading(bar: Bar, llm: LLM) -> Callable[[int, int], None]:
+    """Progress of a prompt; where weights are streamed it says what it waits for."""
+    return lambda done, total: bar.step("reading the prompt", done, total, f"{llm.bound} bound" if llm.bound else "")
+
+
+def prompt_tokens(tokenizer: Tokenizer, text: str, raw: bool) -> list[int]:
     """Ids of one user message in the model's chat template, or of the text as it is (`raw`, or a model without a template)."""
-    if raw or llm.tokenizer.chat_template is None:
-        return llm.encode(text)
-    return llm.encode_chat([{"role": "user", "content": text}])
+    if raw or tokenizer.chat_template is None:
+        return tokenizer.encode(text)
+    return tokenizer.encode_chat([{"role": "user", "content": text}])
 
 
 def phases(llm: LLM, completion: Completion) -> list[Any]:
@@ -84,4 +108,6 @@ def report(llm: LLM, completion: Completion) -> dict[str, Any]:
             "ttft_seconds": t.ttft_seconds,
             "decode_tokens_per_second": t.decode_tokens_per_second,
         },
+        "memory": llm.plan and llm.plan.as_dict(),
+        "streaming": llm.streaming and llm.streaming.as_dict(),
     }

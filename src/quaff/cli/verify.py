@@ -7,20 +7,23 @@ from typing import Annotated
 import typer
 
 from quaff.cli.console import Bar, print_json
-from quaff.cli.options import Json, Model, Quantize, Threads
+from quaff.cli.options import Json, Memory, Model, Quantize, Threads
 
 
 def verify(
     model: Model,
     tokens: Annotated[int, typer.Option("--tokens", min=130, max=1 << 30, help="Length of the prompt.")] = 709,
     threads: Threads = None,
+    memory: Memory = None,
     quantize: Quantize = None,
     as_json: Json = False,
 ) -> None:
-    """Read one prompt on every path and compare the bits of logits, KV state and text."""
+    """Read one prompt on every path and compare the bits of logits, KV state and text; with --memory, inside that budget too."""
     from quaff import _native
+    from quaff.config import Workload
     from quaff.llm import load
-    from quaff.measure.verify import Outcome, Verdict, Verifier
+    from quaff.measure.verify import GENERATED, Outcome, Verdict, Verifier
+    from quaff.weights.budget import human_bytes
 
     outcomes: list[Outcome] = []
 
@@ -44,6 +47,12 @@ def verify(
             path, chunk = llm.path, llm.chunk
         with load(path, quantize=quantize, threads=threads, chunk=chunk, fuse=False, progress=bar.step) as llm:
             add(Verifier(llm, tokens).run_default("without fusions"))
+        if memory is not None:
+            workload = Workload(tokens + GENERATED)
+            with load(path, quantize=quantize, threads=threads, memory=memory, workload=workload, progress=bar.step) as llm:
+                assert llm.plan is not None
+                name = f"{'streamed' if llm.streamed else 'resident'} in {human_bytes(llm.plan.memory_bytes)}"
+                add(Verifier(llm, tokens).run_default(name))
     verdict = Verdict(_native.NUMERICS_VERSION, _native.isa(), tokens, tuple(outcomes))
     if as_json:
         print_json(verdict.as_dict())

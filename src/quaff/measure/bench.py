@@ -18,7 +18,18 @@ from quaff.engine.sampler import SamplingParams
 from quaff.errors import PromptError
 from quaff.measure.forecast import StageForecast, Trial, forecast
 from quaff.measure.profile import OpTime, profile
-from quaff.measure.roofline import Bound, Ceilings, Work, bound, measure_ceilings, probe_memory
+from quaff.measure.roofline import (
+    LEAST_PROBE_MEGABYTES,
+    PROBE_MEGABYTES,
+    Bound,
+    Ceilings,
+    Work,
+    bound,
+    measure_ceilings,
+    probe_memory,
+)
+from quaff.measure.streaming import Streaming
+from quaff.weights.plan import StreamCounters
 
 if TYPE_CHECKING:
     from quaff.llm import LLM, State
@@ -47,7 +58,10 @@ class Plan:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """One test. `samples` are tokens per second of each repetition; `counters` those of one repetition, equal in all; `work` by stage."""
+    """One test. `samples` are tokens per second of each repetition; `counters` those of one repetition, equal in all; `work` by stage.
+
+    `stream`: what streaming weights cost in one repetition, None where all are in memory.
+    """
 
     trial: Trial
     threads: int
@@ -57,6 +71,7 @@ class Result:
     counters: Counters
     work: tuple[Work, ...]
     ops: tuple[OpTime, ...] = ()
+    stream: StreamCounters | None = None
 
     @property
     def test(self) -> str:
@@ -92,13 +107,14 @@ class Result:
 class BenchReport:
     """Results in the order they were measured, the machine's ceilings, and what was loaded.
 
-    `load_average` of the system over one minute, before and after.
+    `load_average` of the system over one minute, before and after; `streaming` in all, where weights are streamed.
     """
 
     model: dict[str, Any]
     results: tuple[Result, ...]
     ceilings: tuple[Ceilings, ...]
     load_average: tuple[float, float]
+    streaming: Streaming | None = None
 
     def find(self, test: str, threads: int, schedule: str) -> Result | None:
         return next((r for r in self.results if (r.test, r.threads, r.schedule) == (test, threads, schedule)), None)
@@ -132,14 +148,15 @@ def run_bench(llm: LLM, plan: Plan, progress: Progress | None = None) -> BenchRe
     before = _load_average()
     results: list[Result] = []
     ceilings: list[Ceilings] = []
+    megabytes = PROBE_MEGABYTES if llm.plan is None else LEAST_PROBE_MEGABYTES
     with Stand(llm, plan, progress) as stand:
         for threads in plan.threads:
             llm.configure(threads=threads)
-            limits = measure_ceilings(threads, plan.roofline)
+            limits = measure_ceilings(threads, plan.roofline, megabytes)
             results += stand.run(limits)
             # Probed on both sides of what it is compared with: shared hosts change within minutes.
-            ceilings.append(limits.probed_again(probe_memory(threads)))
-    return BenchReport(llm.describe(), tuple(results), tuple(ceilings), (before, _load_average()))
+            ceilings.append(limits.probed_again(probe_memory(threads, megabytes)))
+    return BenchReport(llm.describe(), tuple(results), tuple(ceilings), (before, _load_average()), llm.streaming)
 
 
 def check_trials(trials: tuple[Trial, ...], context: int) -> None:
@@ -184,16 +201,20 @@ class Stand:
 
     def _measure(self, trial: Trial, limits: Ceilings, jobs: int) -> Result:
         llm, samples, spent = self.llm, [], Counters()
+        stream: StreamCounters | None = None
         for i in range(self.plan.repetitions + 1):
+            before = llm.engine.runner.stream_counters()
             seconds, spent = self._once(trial)
+            after = llm.engine.runner.stream_counters()
+            stream = after - before if after is not None and before is not None else None
             if i:
                 samples.append(trial.tokens / seconds)
             self._done += 1
             self._progress("measuring", self._done, jobs * (self.plan.repetitions + 1))
-        stages = forecast(llm.graph, llm.engine.runner.costs, llm.order, trial)
+        stages = forecast(llm.graph, llm.engine.runner.costs, llm.order, trial, llm.plan)
         ops = self._profile(trial, stages, limits) if self.plan.profile else ()
         work = tuple(stage.work for stage in stages)
-        return Result(trial, llm.threads, llm.order.name, llm.order.chunk, tuple(samples), spent, work, ops)
+        return Result(trial, llm.threads, llm.order.name, llm.order.chunk, tuple(samples), spent, work, ops, stream)
 
     def _profile(self, trial: Trial, stages: tuple[StageForecast, ...], limits: Ceilings) -> tuple[OpTime, ...]:
         runner = self.llm.engine.runner

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -9,7 +10,7 @@ from quaff import _native
 from quaff.batch import Counters
 from quaff.cache.pages import PageCache
 from quaff.checkpoint import Checkpoint
-from quaff.config import rows_per_expert
+from quaff.config import Memory, Workload, rows_per_expert
 from quaff.engine.engine import make_scheduler
 from quaff.errors import PromptError
 from quaff.graph.builder import build_graph
@@ -19,10 +20,14 @@ from quaff.measure.bench import Plan, Progress, Result, Stand
 from quaff.measure.forecast import Trial, forecast, total
 from quaff.measure.memory import bytes_per_weight
 from quaff.measure.roofline import EFFICIENCY, Bound, Ceilings, bound
+from quaff.measure.streaming import plan_markdown
 from quaff.measure.table import Column, markdown
-from quaff.models import read_model
+from quaff.models import ReadModel, read_model
 from quaff.schedule import Order, choose_order, default_chunk, expected_experts, stage_costs
+from quaff.tokenizer import Tokenizer
 from quaff.weights.budget import Accountant, human_bytes
+from quaff.weights.plan import Plan as MemoryPlan
+from quaff.weights.planner import make_ask, make_plan
 from quaff.weights.sizes import packed_sizes
 
 if TYPE_CHECKING:
@@ -45,7 +50,7 @@ class Mixture:
 class Cost:
     """One schedule: its counters, bytes of memory, the least seconds under the ceilings and the seconds to expect.
 
-    `cell_rows`: rows of its largest cell of a feed-forward network."""
+    `cell_rows`: rows of its largest cell of a feed-forward network. `disk_bytes` of packed weights are read, if any are streamed."""
 
     order: Order
     counters: Counters
@@ -55,6 +60,7 @@ class Cost:
     limit: Bound
     expected: Bound
     measured: Result | None = None
+    disk_bytes: int = 0
 
     @property
     def read_bytes(self) -> int:
@@ -74,7 +80,8 @@ class Cost:
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """Costs of reading `trial.prompt` tokens in each schedule; `chosen` is the one that the engine takes by itself."""
+    """Costs of reading `trial.prompt` tokens in each schedule; `chosen` is the one that the engine takes by itself. `plan`: that of its
+    memory, where it has a budget."""
 
     path: str
     trial: Trial
@@ -84,16 +91,18 @@ class Explanation:
     why: str
     costs: tuple[Cost, ...]
     mixture: Mixture | None = None
+    plan: MemoryPlan | None = None
 
     @property
     def control(self) -> Cost:
         return next(c for c in self.costs if c.order.name == "token")
 
 
-def explain(checkpoint: Checkpoint, tokens: int, ceilings: Ceilings, chunk: int | None = None) -> Explanation:
+def explain(checkpoint: Checkpoint, tokens: int, ceilings: Ceilings, chunk: int | None = None, memory: Memory | None = None) -> Explanation:
     """Explain reading `tokens` tokens with `ceilings.threads` threads, from the file's tensor table alone.
 
-    `chunk` None: the engine's rule, from these ceilings. PromptError when the prompt does not fit the context.
+    `chunk` None: the engine's rule, from these ceilings. `memory`: a budget for a process like this one. PromptError when the prompt does
+    not fit the context, MemoryBudgetError when the budget does not hold the model.
     """
     model = read_model(checkpoint)
     tensors = model.tensors
@@ -107,25 +116,50 @@ def explain(checkpoint: Checkpoint, tokens: int, ceilings: Ceilings, chunk: int 
     rows = chunk or default_chunk(
         bytes_per_weight(tensors), ceilings.int8_macs_per_second, ceilings.bytes_per_second, rows_per_expert(graph.config)
     )
+    plan = _plan(checkpoint, model, graph, packed, tokens, chunk, ceilings.threads, memory) if memory is not None else None
+    rows = plan.chunk if plan is not None else rows
+    streamed = plan is not None and not plan.resident
+    experts, used = max(stage.experts for stage in graph.stages)
     costs = []
-    for order in (Order("token"), Order("chunk", rows), Order("layer", rows)):
-        parts = forecast(graph, stages, order, trial)
+    for order in (Order("token"), Order("chunk", rows), Order("layer", rows, cut=streamed and not experts)):
+        parts = forecast(graph, stages, order, trial, plan)
         work = [part.work for part in parts]
+        step_rows = make_scheduler(order, graph, plan=plan).prompt_rows
         costs.append(
             Cost(
                 order,
                 total(parts),
-                {"token": 1, "chunk": min(rows, tokens), "layer": min(tokens, make_scheduler(order, graph).prompt_rows)}[order.name],
-                *_memory(graph, order, tokens),
+                order.cell_rows(min(tokens, step_rows)),
+                *_memory(graph, order, tokens, step_rows),
                 bound(work, ceilings, weight_bytes),
                 bound(work, ceilings.at(EFFICIENCY), weight_bytes),
+                disk_bytes=plan.disk_bytes(-(-tokens // (step_rows if order.name == "layer" else order.chunk))) if plan else 0,
             )
         )
-    chosen = choose_order("chunk", rows)
-    why = _why(chosen, tuple(costs), tokens, chunk is not None)
-    experts, used = max(stage.experts for stage in graph.stages)
+    chosen = choose_order("layer" if streamed else "chunk", rows, cut=not experts)
+    why = _why_streamed(chosen, tuple(costs)) if streamed else _why(chosen, tuple(costs), tokens, chunk is not None)
     mixture = Mixture(experts, used) if experts else None
-    return Explanation(str(checkpoint.path), trial, ceilings, weight_bytes, chosen, why, tuple(costs), mixture)
+    return Explanation(str(checkpoint.path), trial, ceilings, weight_bytes, chosen, why, tuple(costs), mixture, plan)
+
+
+def _plan(
+    checkpoint: Checkpoint,
+    model: ReadModel,
+    graph: Graph,
+    packed: Mapping[str, int],
+    tokens: int,
+    chunk: int | None,
+    threads: int,
+    memory: Memory,
+) -> MemoryPlan:
+    """The plan that a process with this budget would make for such a prompt and one generated token."""
+    # Part of every process that runs a model, and so of its memory.
+    tokenizer = Tokenizer.from_metadata(checkpoint.metadata)
+    context = graph.config.context_length
+    reading = max(view.scratch_bytes for view in model.views.values())
+    workload = Workload(tokens + 1, logits_rows=1)
+    ask = make_ask(memory, workload, tokenizer, context, graph.config.vocab, chunk, threads, reading)
+    return make_plan(graph, packed, _cache(graph).peak_bytes, ask)
 
 
 def run(llm: LLM, explanation: Explanation, repetitions: int, progress: Progress | None = None) -> Explanation:
@@ -137,14 +171,17 @@ def run(llm: LLM, explanation: Explanation, repetitions: int, progress: Progress
     return replace(explanation, costs=tuple(replace(cost, measured=results.get(cost.order.name)) for cost in explanation.costs))
 
 
-def _memory(graph: Graph, order: Order, tokens: int) -> tuple[int, int]:
+def _memory(graph: Graph, order: Order, tokens: int, step_rows: int) -> tuple[int, int]:
     """Bytes of scratch and one row of logits, and of KV state, at their peak."""
-    step = min(tokens, make_scheduler(order, graph).prompt_rows)
-    cell = step if order.name == "layer" else min(order.chunk, tokens)
+    step = min(tokens, step_rows)
+    return graph.scratch_bytes(step, order.cell_rows(step)) + 4 * graph.config.vocab, _cache(graph).peak_bytes(tokens, step)
+
+
+def _cache(graph: Graph) -> PageCache:
+    """An empty one, for its formulas."""
     pools = [_native.PagePool(len(kind.layers), kind.kv_heads, kind.dim, kind.value_dim) for kind in graph.kv_kinds]
     states = [_native.StatePool(len(kind.layers), kind.size) for kind in graph.state_kinds]
-    kv = PageCache(graph.kv_kinds, pools, Accountant(), graph.state_kinds, states).peak_bytes(tokens, step)
-    return graph.scratch_bytes(step, cell) + 4 * graph.config.vocab, kv
+    return PageCache(graph.kv_kinds, pools, Accountant(), graph.state_kinds, states)
 
 
 def _why(chosen: Order, costs: tuple[Cost, ...], tokens: int, asked: bool) -> str:
@@ -163,6 +200,17 @@ def _why(chosen: Order, costs: tuple[Cost, ...], tokens: int, asked: bool) -> st
         f"chunk-major with {rows} is taken: it reads the weights {_times(-(-tokens // chosen.chunk))} where token-major reads them "
         f"{_times(tokens)}, so that {binds} and {gain:.1f}x its speed is expected; "
         f"layer-major would {other}"
+    )
+
+
+def _why_streamed(chosen: Order, costs: tuple[Cost, ...]) -> str:
+    """One plain sentence."""
+    if chosen.name == "token":
+        return "token-major is taken because QUAFF_BATCHED_PREFILL=0 asks for the control"
+    token, chunk, layer = (human_bytes(cost.disk_bytes) for cost in costs)
+    return (
+        f"layer-major is taken, since the budget does not hold the weights: it reads {layer} of them from the file where chunk-major reads "
+        f"{chunk} and token-major {token}; the seconds are those of computing alone"
     )
 
 
@@ -199,6 +247,7 @@ def explain_json(e: Explanation) -> dict[str, Any]:
         "efficiency": {"int8": EFFICIENCY.int8, "fma": EFFICIENCY.fma, "stream": EFFICIENCY.stream},
         "chosen": {"schedule": e.chosen.name, "chunk": e.chosen.chunk, "why": e.why},
         "schedules": [_cost(e, cost) for cost in e.costs],
+        "plan": e.plan and e.plan.as_dict(),
     }
 
 
@@ -209,6 +258,7 @@ def _cost(e: Explanation, cost: Cost) -> dict[str, Any]:
         "chunk": cost.order.chunk,
         "chosen": cost.order == e.chosen,
         "weight_bytes_read": cost.read_bytes,
+        "disk_bytes": cost.disk_bytes,
         "shared_weight_share": cost.shared_weight_share,
         "experts_per_cell": e.mixture and e.mixture.touched(cost.cell_rows),
         "arithmetic_intensity": cost.intensity,
@@ -234,6 +284,7 @@ def explain_markdown(e: Explanation) -> str:
     columns: list[Column[Cost]] = [
         Column("schedule", lambda c: c.order.name if c.order.name == "token" else f"{c.order.name}({c.order.chunk})", right=False),
         Column("weight bytes", lambda c: human_bytes(c.read_bytes)),
+        *([Column("from disk", lambda c: human_bytes(c.disk_bytes))] if e.plan else []),
         Column("shared", lambda c: f"{100 * c.shared_weight_share:.0f} %"),
         Column("launches", lambda c: f"{c.counters.launches:,}"),
         Column("GMAC", lambda c: f"{c.counters.work / 1e9:,.1f}"),
@@ -247,6 +298,7 @@ def explain_markdown(e: Explanation) -> str:
     ]
     lines = [f"{e.path}: {e.trial.name}, weights {human_bytes(e.weight_bytes)}, {counted(e.ceilings.threads, 'thread')}", ""]
     lines += [*markdown(columns, e.costs), "", e.why, *_experts(e)]
+    lines += ["", *plan_markdown(e.plan), ""] if e.plan else []
     lines += [
         f"predicted seconds assume {100 * EFFICIENCY.int8:.0f} % of int8 dot, {100 * EFFICIENCY.fma:.0f} % of f32 fma and "
         f"{100 * EFFICIENCY.stream:.0f} % of reading; least seconds assume all of it",

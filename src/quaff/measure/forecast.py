@@ -10,6 +10,7 @@ from quaff.engine.engine import make_scheduler
 from quaff.graph.program import LINEAR_KINDS, NONE, Graph, Op, OpKind, StageSpec
 from quaff.measure.roofline import Work
 from quaff.schedule import Cell, Grid, Order, StageCost, predict
+from quaff.weights.plan import Plan
 
 LINEAR = (*LINEAR_KINDS, OpKind.EXPERT_LINEAR)
 
@@ -52,10 +53,13 @@ class StageForecast:
     work: Work
 
 
-def forecast(graph: Graph, costs: Sequence[StageCost], order: Order, trial: Trial) -> tuple[StageForecast, ...]:
-    """One forecast per stage, in grid order; the sum of their counters is what the native module will count, routing apart."""
+def forecast(graph: Graph, costs: Sequence[StageCost], order: Order, trial: Trial, plan: Plan | None = None) -> tuple[StageForecast, ...]:
+    """One forecast per stage, in grid order; the sum of their counters is what the native module will count, routing apart.
+
+    `plan` is that of the model's memory, where it has one: it bounds the rows of a step.
+    """
     kinds = tuple(stage.kind for stage in graph.stages)
-    scheduler = make_scheduler(order, graph)
+    scheduler = make_scheduler(order, graph, plan=plan)
     known = dict.fromkeys(range(trial.sequences), trial.depth + max(1, trial.prompt))
     left = dict.fromkeys(known, max(0, trial.generate - 1))
     for sequence, tokens in known.items():

@@ -8,7 +8,9 @@ from quaff.measure import counted
 from quaff.measure.bench import BenchReport, Result
 from quaff.measure.profile import OpTime
 from quaff.measure.roofline import FMA, INT8
+from quaff.measure.streaming import bound_of, megabytes_per_second
 from quaff.measure.table import Column, markdown
+from quaff.weights.budget import human_bytes
 
 BATCHED_FROM = 2.0
 """A phase ratio below this means that a prompt token costs about what a generated one does: nothing is shared between rows."""
@@ -25,6 +27,7 @@ def bench_json(report: BenchReport) -> dict[str, Any]:
         "results": [_result(report, r) for r in report.results],
         "phase_ratio": report.phase_ratio,
         "ceilings": [c.as_dict() for c in report.ceilings],
+        "streaming": report.streaming and report.streaming.as_dict(),
         "sentences": sentences(report),
     }
 
@@ -50,6 +53,8 @@ def _result(report: BenchReport, r: Result) -> dict[str, Any]:
         "bound_seconds": dict(limit.parts),
         "counters": r.counters.as_dict(),
     }
+    if r.stream is not None:
+        out["stream"] = {**r.stream.as_dict(), "bound": bound_of(r.stream)}
     if r.ops:
         out["profile"] = {"scope": scope(report), "ops": [op.as_dict() for op in r.ops]}
     return out
@@ -75,6 +80,13 @@ def bench_markdown(report: BenchReport, roofline: bool = False) -> str:
         columns += [
             Column("ceiling", lambda r: report.bound(r).ceiling, right=False),
             Column("share of it", lambda r: f"{100 * report.bound(r).seconds / r.seconds:.0f} %"),
+        ]
+    if report.streaming is not None:
+        columns += [
+            Column("passes", lambda r: str(r.stream.passes if r.stream else 0)),
+            Column("from disk", lambda r: human_bytes(r.stream.disk_bytes if r.stream else 0)),
+            Column("MB/s", lambda r: f"{megabytes_per_second(r.stream):,.0f}" if r.stream else ""),
+            Column("bound by", lambda r: bound_of(r.stream) if r.stream else "", right=False),
         ]
     columns += [
         Column("weight bytes touched", lambda r: f"{r.counters.weight_bytes_touched:,}"),

@@ -13,7 +13,7 @@ from quaff.measure import counted
 from quaff.weights.budget import available_memory_bytes, human_bytes
 
 INT8, FMA, DRAM = "int8 dot", "f32 fma", "DRAM"
-PROBE_MEGABYTES = 1024
+PROBE_MEGABYTES, LEAST_PROBE_MEGABYTES = 1024, 64
 """Buffer of the memory probe: far beyond any last-level cache. A machine with little memory gets a quarter of what is free."""
 PROBE_SECONDS, PROBES = 0.02, 8
 """Short loops, of which the best counts: a neighbour on the machine only ever makes one look slower."""
@@ -155,8 +155,8 @@ def bound(stages: Iterable[Work], ceilings: Ceilings, weight_bytes: int) -> Boun
     return Bound(sum(parts.values()), tuple(parts.items()))
 
 
-def measure_ceilings(threads: int, caches: bool = False) -> Ceilings:
-    """Short native loops, about two seconds together; with `caches`, every level of the cache too."""
+def measure_ceilings(threads: int, caches: bool = False, probe_megabytes: int = PROBE_MEGABYTES) -> Ceilings:
+    """Short native loops, two seconds together; with `caches`, every level of the cache too. They take `probe_megabytes` of memory."""
     from quaff import _native
 
     levels = []
@@ -164,7 +164,7 @@ def measure_ceilings(threads: int, caches: bool = False) -> Ceilings:
         # Half of a level: well inside it, and well beyond the level below.
         kilobytes = max(4, per_thread // 2048)
         levels.append(Level(name, per_thread * threads, _best(partial(_native.measure_cache, threads, kilobytes))))
-    memory = probe_memory(threads)
+    memory = probe_memory(threads, probe_megabytes)
     return Ceilings(
         _native.isa(),
         threads,
@@ -179,12 +179,12 @@ def _best(probe: Callable[[float], float]) -> float:
     return max(probe(PROBE_SECONDS) for _ in range(PROBES))
 
 
-def probe_memory(threads: int) -> float:
+def probe_memory(threads: int, megabytes: int = PROBE_MEGABYTES) -> float:
     """Bytes per second read from a buffer that no cache holds."""
     from quaff import _native
 
     free = available_memory_bytes()
-    return _native.measure_bandwidth(threads, PROBE_MEGABYTES if free is None else max(64, min(PROBE_MEGABYTES, free >> 22)))
+    return _native.measure_bandwidth(threads, megabytes if free is None else max(LEAST_PROBE_MEGABYTES, min(megabytes, free >> 22)))
 
 
 def cache_sizes(threads: int, root: Path = Path("/sys/devices/system/cpu/cpu0/cache")) -> list[tuple[str, int]]:

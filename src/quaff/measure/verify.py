@@ -145,7 +145,9 @@ class Verifier:
         self.tokens = prompt_tokens(llm, tokens)
         self.isa = _native.isa()
         self.threads = llm.threads
-        self.order = Order("chunk", llm.chunk)
+        self.order = llm.order if llm.streamed else Order("chunk", llm.chunk)
+        # Logits of all rows at once may be more than a budget holds.
+        self.step_rows = min(llm.plan.logits_rows, llm.plan.pass_rows) if llm.plan else len(self.tokens)
 
     @property
     def paths(self) -> tuple[tuple[str, Callable[[], Reading]], ...]:
@@ -206,7 +208,8 @@ class Verifier:
 
     def _whole(self, order: Order) -> Reading:
         reading = Reading(self.llm, self.tokens)
-        step([(reading, reading.left)], order)
+        while reading.left:
+            step([(reading, min(reading.left, self.step_rows))], order)
         return reading
 
     def _threads(self, threads: int) -> Reading:

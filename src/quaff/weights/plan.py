@@ -94,6 +94,10 @@ class Plan:
         """Packed bytes that a pass streams once what is pinned has been read; of mixtures, if rows choose every expert."""
         return 0 if self.resident else sum(unit.all_bytes for unit in self.units if unit.stage not in self.pinned)
 
+    def disk_bytes(self, passes: int) -> int:
+        """Packed bytes that so many passes read, the first of which reads what is pinned too; 0 where nothing is streamed."""
+        return self.embedding_bytes + self.pinned_bytes + passes * self.pass_bytes if not self.resident and passes else 0
+
     def as_dict(self) -> dict[str, Any]:
         plain = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in ("units", "pinned", "items")}
         return {

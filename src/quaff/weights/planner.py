@@ -35,7 +35,8 @@ class Ask:
     """What a plan is for: `memory_bytes` of resident memory for the whole process, `base_bytes` of them in use or kept as a margin.
 
     KV state of `positions` for each of `sequences`, `logits_rows` rows of logits in a step, cells of `chunk` rows (None: chosen), steps of
-    at most `block_rows` rows where all weights stay in memory, and a prefix cache of `prefix_cache_bytes` if there is room.
+    at most `block_rows` rows where all weights stay in memory, and a prefix cache of `prefix_cache_bytes` if there is room. Loading all
+    weights takes `reading_bytes` more than they do, before there is any other state.
     """
 
     memory_bytes: int
@@ -47,10 +48,18 @@ class Ask:
     threads: int = 1
     block_rows: int = 2048
     prefix_cache_bytes: int = 0
+    reading_bytes: int = 0
 
 
 def make_ask(
-    memory: Memory, workload: Workload, tokenizer: object, context: int, vocab: int, chunk: int | None = None, threads: int = 1
+    memory: Memory,
+    workload: Workload,
+    tokenizer: object,
+    context: int,
+    vocab: int,
+    chunk: int | None = None,
+    threads: int = 1,
+    reading_bytes: int = 0,
 ) -> Ask:
     """A workload in numbers, for this process as it is now: call it when all is loaded but the weights."""
     resident, _ = process_memory_bytes()
@@ -69,6 +78,7 @@ def make_ask(
         logits_rows=workload.logits_rows or max(1, min(positions, LOGITS_BYTES // (4 * vocab))),
         chunk=chunk,
         threads=threads,
+        reading_bytes=reading_bytes,
     )
 
 
@@ -113,21 +123,22 @@ class _Planner:
         self.head_rows = _up(graph.config.vocab, PANEL_ROWS)
 
     def plan(self) -> Plan:
-        draft = self._resident()
+        draft = self._resident(self._chunks()[0])
         if not self._fits(draft):
-            draft = self._least()
-            if not self._fits(draft):
-                raise MemoryBudgetError(self._refusal(draft))
-            draft = self._with_pins(self._grown(draft))
+            # Of a model smaller than the reader's buffers, all weights take less than a part of them.
+            least = min(self._least(), self._resident(self._chunks()[-1]), key=self._total)
+            if not self._fits(least):
+                raise MemoryBudgetError(self._refusal(least))
+            draft = least if least.resident else self._with_pins(self._grown(least))
         left = self.ask.memory_bytes - self._total(draft)
         return self._finish(replace(draft, prefix_cache_bytes=min(self.ask.prefix_cache_bytes, left)))
 
     # Choices
 
-    def _resident(self) -> _Draft:
-        chunk = self._chunks()[0]
+    def _resident(self, chunk: int) -> _Draft:
         rows = min(self.rows, max(chunk, self.ask.block_rows // chunk * chunk))
-        return _Draft(True, rows, chunk, self.head_rows, self.ask.logits_rows)
+        logits_rows = self.ask.logits_rows if chunk == self._chunks()[0] else 1
+        return _Draft(True, rows, chunk, self.head_rows, logits_rows)
 
     def _least(self) -> _Draft:
         chunk = self._chunks()[-1]
@@ -233,13 +244,18 @@ class _Planner:
                 Item("token tables", self.table_bytes if draft.embedding == "pinned" else 0),
                 Item(f"pinned: {len(draft.pinned)} of {count} units", self._pinned_bytes(draft)),
             ]
-        items = (
-            Item(f"the process itself and a margin of {human_bytes(MARGIN_BYTES)}", self.ask.base_bytes),
-            *weights,
+        work = (
             Item(step, self._scratch_bytes(draft)),
             Item(kv, self._kv_bytes(draft)),
             Item(f"logits of {draft.logits_rows + 1} rows", self._logits_bytes(draft)),
             Item("rounding to pages", ROUNDING_BYTES),
+        )
+        reading = self.ask.reading_bytes - sum(item.nbytes for item in work) if draft.resident else 0
+        items = (
+            Item(f"the process itself and a margin of {human_bytes(MARGIN_BYTES)}", self.ask.base_bytes),
+            *weights,
+            *work,
+            Item("more while weights are read", max(0, reading)),
             Item("prefix cache", draft.prefix_cache_bytes),
         )
         return tuple(item for item in items if item.nbytes)
@@ -256,7 +272,7 @@ class _Planner:
         items = "; ".join(f"{item.what} {human_bytes(item.nbytes)}" for item in self._items(least))
         smallest = -(-self._total(least) >> 20)
         return (
-            f"a budget of {human_bytes(self.ask.memory_bytes)} does not hold this model even when its weights are streamed: {items}; "
+            f"a budget of {human_bytes(self.ask.memory_bytes)} does not hold this model, whether its weights are streamed or not: {items}; "
             f"the smallest budget that will do is {smallest}MiB, or less with a shorter prompt or context"
         )
 

@@ -68,7 +68,7 @@ def test_engine_defaults_leave_choices_open() -> None:
     c = EngineConfig()
     assert (c.threads, c.chunk, c.context, c.memory_limit_bytes) == (None, None, None, None)
     assert c.memory is None
-    assert (c.schedule, c.activations, c.fuse) == ("chunk", "int8", True)
+    assert (c.schedule, c.activations, c.fuse) == (None, "int8", True)
 
 
 @pytest.mark.parametrize(
