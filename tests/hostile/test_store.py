@@ -4,6 +4,7 @@ import hashlib
 import logging
 import os
 import random
+import resource
 import shutil
 import signal
 from collections.abc import Callable
@@ -12,9 +13,10 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from tests.stored import SHAPES, cold_hash, make_cache, make_store, prompt, put, restore
+from tests.stored import SHAPES, cold_hash, computed, make_cache, make_store, prompt, put, restore
 
 from quaff.cache.entry import header_bytes, payload_sha256
+from quaff.cache.memory import Memory
 from quaff.cache.store import Store
 
 TOKENS = prompt(600)
@@ -222,3 +224,67 @@ def test_foreign_files_are_left_alone(shape: str, tmp_path: Path) -> None:
     put(store, make_cache(shape), prompt(600, 5))
     assert all(path.read_bytes() == b"not ours" for path in foreign)
     assert store.counters.damaged == 0
+
+
+def _share(folder: Path, seed: int) -> None:
+    """In a child: write, drive out what others wrote, and look for it, with what comes back compared."""
+    dice = random.Random(seed)
+    store, cache = make_store(folder, "everything", cap_bytes=400_000), make_cache("everything")
+    for _ in range(25):
+        tokens = prompt(dice.choice((90, 300, 600)), dice.randrange(4))
+        if dice.random() < 0.5:
+            put(store, cache, tokens)
+        else:
+            restored(store, "everything", [*tokens, 0])
+    assert store.counters.damaged == 0
+
+
+def test_processes_that_write_read_and_evict_in_one_folder_never_see_half_a_file(tmp_path: Path) -> None:
+    children = []
+    for seed in range(4):
+        child = os.fork()
+        if not child:
+            status = 1
+            try:
+                _share(tmp_path, seed)
+                status = 0
+            finally:
+                os._exit(status)
+        children.append(child)
+    assert [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children] == [0] * 4
+    assert list(tmp_path.rglob("*.place"))
+    # Each of four may be a sixteenth of the cap behind.
+    assert sum(p.stat().st_size for p in tmp_path.rglob("*") if p.is_file()) <= 400_000 * 5 // 4
+
+
+@pytest.mark.parametrize("mode", ["size", "descriptors", "read-only"])
+def test_what_the_system_refuses_is_no_cache(mode: str, tmp_path: Path) -> None:
+    """Real limits: files that may not grow, no descriptors left, and (where the tests are not root) a folder that cannot be written."""
+    put(make_store(tmp_path), make_cache(), TOKENS)
+    child = os.fork()
+    if not child:
+        status = 1
+        try:
+            store, cache = make_store(tmp_path), make_cache()
+            sequence = computed(cache, prompt(600, 7))
+            if mode == "size":
+                resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, 10_000))
+            elif mode == "descriptors":
+                resource.setrlimit(resource.RLIMIT_NOFILE, (0, 0))
+            else:
+                os.chmod(tmp_path / "v1", 0o500)
+                if not os.geteuid():
+                    os.setuid(65534)
+            store.put(prompt(600, 7), Memory.of(cache, sequence), lambda sequence: None)
+            assert store.flush(60)
+            assert store.counters.dropped == 1
+            assert store.counters.files_written == 0
+            assert store.find([*prompt(600, 7), 0]) is None
+            status = 0
+        finally:
+            os._exit(status)
+    _, status = os.waitpid(child, 0)
+    os.chmod(tmp_path / "v1", 0o700)
+    assert os.waitstatus_to_exitcode(status) == 0
+    assert restored(make_store(tmp_path), "full", [*TOKENS, 0]) == 600
+    assert not list(tmp_path.rglob(".writing-*"))
