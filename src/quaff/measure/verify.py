@@ -7,13 +7,18 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.resources import files
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from quaff import _native
 from quaff.batch import Batch, Counters
-from quaff.errors import NonFiniteError, PromptError
+from quaff.cache.entry import Layout
+from quaff.cache.memory import Memory
+from quaff.cache.store import Store
+from quaff.errors import NonFiniteError, PromptError, QuaffError
 from quaff.measure import counted
 from quaff.schedule import Order
 
@@ -167,6 +172,7 @@ class Verifier:
             ("half at once, then row by row", self._decoded),
             ("paused and continued", self._paused),
             ("forked from a shared prefix", self._forked),
+            ("restored from disk", self._restored),
         ]
         return tuple(paths)
 
@@ -264,6 +270,25 @@ class Verifier:
         step([(other, 100)], self.order)
         step([(reading, reading.left)], self.order)
         other.free()
+        return reading
+
+    def _restored(self) -> Reading:
+        """The first part goes to files and is forgotten; its memory then comes from them. The rest of a block lies in a place."""
+        reading, cache = Reading(self.llm, self.tokens), self.llm.engine.cache
+        part = reading.left * 2 // 3
+        while reading.done < part:
+            step([(reading, min(part - reading.done, self.step_rows))], self.order)
+        with TemporaryDirectory(prefix="quaff-verify-") as folder:
+            store = Store(Path(folder), bytes(32), Layout(cache.kinds, cache.states.kinds), 1 << 62)
+            store.put(self.tokens[:part], Memory.of(cache, reading.sequence), lambda sequence: None)
+            store.flush()
+            found = store.find(self.tokens)
+            cache.free(reading.sequence)
+            reading.sequence = cache.receive(part)
+            if found is None or found.full != part or not store.read(found, Memory.of(cache, reading.sequence)):
+                raise QuaffError(f"{folder} did not give back what was written to it; set TMPDIR to a folder with more room")
+        while reading.left:
+            step([(reading, min(reading.left, self.step_rows))], self.order)
         return reading
 
 

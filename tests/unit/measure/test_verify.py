@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,7 +11,9 @@ import pytest
 from tests.tiny import CASES
 
 from quaff import LLM, _native, load
-from quaff.errors import NonFiniteError
+from quaff.cache.memory import Memory
+from quaff.cache.store import Found, Store
+from quaff.errors import NonFiniteError, QuaffError
 from quaff.measure import verify
 from quaff.measure.verify import Outcome, Verdict, Verifier
 
@@ -85,6 +88,31 @@ def test_one_wrong_bit_of_one_logit_is_seen(llm: LLM, monkeypatch: pytest.Monkey
     outcomes = list(Verifier(llm, TOKENS).run())
     assert {o.name for o in outcomes if not o.same_bits(outcomes[0])} == {"layer-major(64)", "layer-major(512)"}
     assert not verdict(outcomes).equal
+
+
+def test_wrong_bits_from_the_disk_are_seen(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    read = Store.read
+
+    def damaged(self: Store, found: Found, memory: Memory, have: int = 0) -> bool:
+        done = read(self, found, memory, have)
+        for buffer in memory.writable(found.pieces[-1]):
+            np.frombuffer(buffer, np.uint16)[:] ^= 1
+        return done
+
+    monkeypatch.setattr(Store, "read", damaged)
+    outcomes = list(Verifier(llm, TOKENS).run())
+    assert {o.name for o in outcomes if not o.same_bits(outcomes[0])} == {"restored from disk"}
+
+
+def test_a_disk_that_gives_nothing_back_is_an_error(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(fd: int, data: object) -> int:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "write", full)
+    before = llm.engine.cache.sequences
+    with pytest.raises(QuaffError, match="set TMPDIR"):
+        list(Verifier(llm, TOKENS).run())
+    assert llm.engine.cache.sequences == before + 1  # that of the path that failed
 
 
 def test_one_wrong_token_changes_state_and_text(llm: LLM) -> None:
