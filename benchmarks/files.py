@@ -40,11 +40,16 @@ FILES = {
     "kimi-linear-q8_0": Source(shape="kimi-linear", kind="q8_0"),
     "qwen3.5-0.8b-q8_0": Source(shape="qwen3.5-0.8b", kind="q8_0"),
 }
+# Four gigabytes each: for streaming, and made only when they are asked for by name.
+LARGE_FILES = {
+    "llama2-7b-q4_0": Source(shape="llama2-7b", kind="q4_0"),
+    "mistral-7b-q4_0": Source(shape="mistral-7b", kind="q4_0"),
+}
 
 
 def model_file(name: str, python: str) -> Path:
-    """The file of a name in FILES, made with the interpreter `python` if need be; any other name is one that quaff resolves."""
-    source = FILES.get(name)
+    """The file of a name above, made with the interpreter `python` if need be; any other name is one that quaff resolves."""
+    source = {**FILES, **LARGE_FILES}.get(name)
     if source is None or not source.kind:
         return resolve(source.alias if source else name)
     path = cache_dir() / "benchmarks" / f"{name}{f'-r{REVISION}' if source.shape else ''}.gguf"

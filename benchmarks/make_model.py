@@ -93,6 +93,8 @@ SHAPES = {
         dense_dim=4096,
         untied=True,
     ),
+    # Two of seven billion weights: with as many KV heads as heads, and with a quarter of them.
+    "mistral-7b": Shape(4096, 14336, 32, 32, 8, 128, 32000, 1e6, 32768, untied=True),
     "llama2-7b": Shape(4096, 11008, 32, 32, 32, 128, 32000, 1e4, 4096, untied=True),
     "smollm2-1.7b": Shape(2048, 8192, 24, 32, 32, 64, 49152, 1.3e5, 8192),
 }
