@@ -6,10 +6,16 @@ from typing import Any
 
 import pytest
 from tests.laws.paths import prompt
-from tests.tiny import CASES
+from tests.tiny import CASES, Tiny
 
 import quaff
 from quaff import LLM, SamplingParams
+from quaff.checkpoint import open_checkpoint
+from quaff.config import Workload
+from quaff.graph.builder import build_graph
+from quaff.models import read_model
+from quaff.weights import planner, streamed
+from quaff.weights.packing import write_packed
 
 TURNS = 3
 NEW = 150
@@ -73,3 +79,35 @@ def test_scores_do_not_depend_on_what_is_on_the_disk(path: Path) -> None:
         llm.generate(tokens, PARAMS)
         assert llm.score(tokens).logprobs == expected
         assert llm.generate(tokens, SamplingParams(max_tokens=1, prompt_logprobs=0)).cached_tokens == 0
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["gguf", "packed"])
+def test_a_streamed_model_goes_on_where_one_in_memory_was(packed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Weights in memory or streamed, from a GGUF file or its packed form: one bits key, one store, the same bits."""
+    monkeypatch.setattr(planner, "process_memory_bytes", lambda: (100 << 20, 100 << 20))
+    monkeypatch.setattr(planner, "READ_BUFFER_BYTES", 256 << 10)
+    monkeypatch.setattr(streamed, "READ_BUFFER_BYTES", 256 << 10)
+    path = Tiny(dim=512, ffn_dim=2048, layers=4, heads=8, kv_heads=2, head_dim=64, vocab=2048, tied=False).write(tmp_path / "model.gguf")
+    tokens = prompt(2048, 120, seed=7)
+    for _, llm in zip(range(1), restarts(path), strict=False):
+        expected = llm.prefill(tokens)
+        assert expected.logits is not None
+        bits, state = expected.logits.tobytes(), expected.kv_sha256
+    if packed:
+        with open_checkpoint(path) as checkpoint:
+            model = read_model(checkpoint)
+            graph = build_graph(model.config, model.family, model.tensors)
+            write_packed(tmp_path / "model.quaff", checkpoint, model.views, graph)
+        path = tmp_path / "model.quaff"
+    # What a plan leaves for the prefix cache comes last: of the budgets that stream, one that leaves enough for two pages.
+    for mib in range(140, 148):
+        workload = Workload(2 * NEW + 8, sequences=2, logits_rows=16)
+        with load(path, memory=mib << 20, workload=workload, prefix_cache_bytes=1 << 22, store=tmp_path / "store") as llm:
+            assert llm.streamed and llm.plan is not None
+            if llm.plan.prefix_cache_bytes > 270_000:
+                result = llm.prefill(tokens)
+                assert result.cached_tokens == 119
+                assert result.logits is not None
+                assert (result.logits.tobytes(), result.kv_sha256) == (bits, state)
+                return
+    raise AssertionError("no budget that streams leaves room for a prefix")
