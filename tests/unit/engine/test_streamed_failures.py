@@ -1,0 +1,70 @@
+"""A file that fails under a running model ends the requests that needed it, and nothing else."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from tests.tiny import Tiny
+
+import quaff
+from quaff import LLM, SamplingParams
+from quaff.errors import CheckpointError, MemoryBudgetError
+from quaff.weights import planner, streamed
+
+PARAMS = SamplingParams(max_tokens=4, ignore_eos=True)
+TOKENS = [(i * 37) % 300 for i in range(90)]
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return Tiny(dim=256, ffn_dim=1024, layers=3, heads=4, head_dim=64, kv_heads=2, tied=False).write(tmp_path / "model.gguf")
+
+
+@pytest.fixture
+def llm(path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[LLM]:
+    """A model of which next to nothing fits."""
+    monkeypatch.setattr(planner, "process_memory_bytes", lambda: (100 << 20, 100 << 20))
+    for module in (planner, streamed):
+        monkeypatch.setattr(module, "READ_BUFFER_BYTES", 128 << 10)
+    with pytest.raises(MemoryBudgetError) as refused:
+        quaff.load(path, threads=1, memory=1, context=128)
+    least = int(str(refused.value).split("smallest budget that will do is ")[1].split("MiB")[0]) << 20
+    with quaff.load(path, threads=1, memory=least, context=128) as model:
+        assert model.streamed
+        yield model
+
+
+def touch(path: Path, by_ns: int) -> None:
+    status = path.stat()
+    os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns + by_ns))
+
+
+def test_what_was_finished_stays_and_what_comes_later_is_whole(llm: LLM, path: Path) -> None:
+    expected = llm.generate(TOKENS, PARAMS)
+    first = llm.prefill(TOKENS[:70])
+    before = first.kv_sha256
+    touch(path, 1)
+    with pytest.raises(CheckpointError, match=r"model\.gguf: the file was written to since it was opened"):
+        llm.generate(TOKENS, PARAMS, state=first.state)
+    several = llm.generate([TOKENS, TOKENS[:5]], PARAMS)
+    assert [type(c.error) for c in several] == [CheckpointError] * 2 and not any(c.tokens for c in several)
+    assert first.kv_sha256 == before
+    touch(path, -1)
+    assert llm.generate(TOKENS, PARAMS, state=first.state).tokens == expected.tokens
+    assert llm.generate(TOKENS, PARAMS).tokens == expected.tokens
+    first.state.close()
+
+
+def test_a_stream_ends_with_the_error_after_the_text_it_had(llm: LLM, path: Path) -> None:
+    stream = llm.stream(TOKENS, SamplingParams(max_tokens=8, ignore_eos=True))
+    request = stream._request
+    while request.generated < 3:
+        llm.engine.step()
+    touch(path, 1)
+    with pytest.raises(CheckpointError, match="written to"):
+        for _ in stream:
+            pass
+    assert request.generated == 3 and request.finish_reason == "error"
