@@ -69,7 +69,8 @@ LoadProgress = Callable[[str, int, int], None]
 
 @dataclass(frozen=True, slots=True)
 class Timings:
-    """Wall-clock seconds of one request. Prefill starts when the first step may run and ends with the step of the last prompt token."""
+    """Wall-clock seconds of one request. Prefill starts when the first step may run and ends with the step of the last prompt token; the
+    first token's time runs from the call, so that waiting and what was read from disk are in it."""
 
     prefill_seconds: float
     prefill_tokens: int
@@ -789,10 +790,11 @@ class LLM:
     # Inside
 
     def _submit(self, tokens: list[int], params: SamplingParams, reader: Reader, state: State | None) -> Request:
+        asked_at = time.perf_counter()
         if state is None and params.prompt_logprobs is None:
             self.restore(tokens)
         base, base_tokens = state.base(self.engine) if state is not None else (None, ())
-        return self.engine.submit(tokens, params=params, accept=reader.accept, base=base, base_tokens=base_tokens)
+        return self.engine.submit(tokens, params=params, accept=reader.accept, base=base, base_tokens=base_tokens, asked_at=asked_at)
 
     def _submit_prefill(
         self,

@@ -52,6 +52,12 @@ Memory = Annotated[
         show_default=False,
     ),
 ]
+Store = Annotated[
+    str,
+    typer.Option(
+        "--store", envvar="QUAFF_STORE", help="Where what was read is kept on disk: on (the user's cache folder), off, or a folder."
+    ),
+]
 MaxTokens = Annotated[int, typer.Option("--max-tokens", min=0, max=1 << 30, help="Most tokens to generate.")]
 Temperature = Annotated[float, typer.Option("--temperature", min=0.0, max=100.0, callback=_a_number, help="0 takes the most likely token.")]
 Seed = Annotated[

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from quaff.cli.console import Bar, note, print_json, read_prompt
-from quaff.cli.options import Chunk, Json, MaxTokens, Memory, Model, Quantize, Raw, Schedule, Seed, Temperature, Threads
+from quaff.cli.options import Chunk, Json, MaxTokens, Memory, Model, Quantize, Raw, Schedule, Seed, Store, Temperature, Threads
 
 if TYPE_CHECKING:
     from quaff.llm import LLM, Completion
@@ -28,6 +28,7 @@ def run(
     chunk: Chunk = None,
     schedule: Schedule = None,
     memory: Memory = None,
+    store: Store = "off",
     raw: Raw = False,
     quantize: Quantize = None,
     as_json: Json = False,
@@ -51,6 +52,9 @@ def run(
             schedule=schedule,
             memory=memory,
             workload=workload,
+            # As much as there is: the prompt itself goes before.
+            prefix_cache_bytes=0 if store == "off" else 1 << 40,
+            store={"on": True, "off": False}.get(store, store),
             progress=bar.step,
         ) as llm,
     ):
@@ -66,6 +70,8 @@ def run(
             print(flush=True)
             note()
             note(phase_table(phases(llm, stream.completion)))
+            if stream.completion.cached_tokens:
+                note(f"{stream.completion.cached_tokens:,} of {stream.completion.prompt_tokens:,} tokens came from disk")
             if llm.streaming is not None:
                 note(llm.streaming.sentence())
 
@@ -99,6 +105,7 @@ def report(llm: LLM, completion: Completion) -> dict[str, Any]:
     return {
         "text": completion.text,
         "prompt_tokens": completion.prompt_tokens,
+        "cached_tokens": completion.cached_tokens,
         "completion_tokens": completion.completion_tokens,
         "finish_reason": completion.finish_reason,
         "timings": {

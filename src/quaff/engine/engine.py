@@ -68,6 +68,7 @@ class Options(TypedDict, total=False):
     share: Request | None
     boundaries: Sequence[int]
     salt: str
+    asked_at: float
 
 
 @dataclass(eq=False, slots=True)
@@ -253,6 +254,7 @@ class Engine:
         `constraint` says what may be generated. `share`: a request with the same prompt, most often of another `choice`: its state is used
         as soon as its prompt is computed. `boundaries` are a few lengths at which other prompts may part from this one (the ends of
         messages): models that cannot go back to any position keep their state there. Only requests with the same `salt` share a prefix.
+        `asked_at`: when the client came (perf_counter seconds), where something was done for it before.
         """
         request = self.request(tokens, **options)
         self.enter(request)
@@ -282,6 +284,7 @@ class Engine:
             ids=np.array(tokens, dtype=np.int32),
             boundaries=_few([b for b in sorted(set(options.get("boundaries", ()))) if 0 < b < len(tokens)]),
             salt=options.get("salt", ""),
+            submitted_at=options.get("asked_at") or time.perf_counter(),
         )
 
     def enter(self, request: Request) -> None:

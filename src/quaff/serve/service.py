@@ -100,7 +100,7 @@ class Service:
         generations = tuple(Generation(llm, loop, job, reader, self.metrics.watcher()) for reader in readers)
 
         def submit() -> None:
-            tokens, first = llm.encode(job.tokens), None
+            tokens, first, asked_at = llm.encode(job.tokens), None, time.perf_counter()
             if job.params.prompt_logprobs is None:
                 llm.restore(tokens, job.salt)
             for choice, (generation, reader) in enumerate(zip(generations, readers, strict=True)):
@@ -114,6 +114,7 @@ class Service:
                     share=first,
                     salt=job.salt,
                     boundaries=job.boundaries,
+                    asked_at=asked_at,
                 )
                 first = first or request
                 generation.bind(request)

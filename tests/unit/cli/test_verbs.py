@@ -53,6 +53,16 @@ def test_run_json_is_one_object_with_the_promised_shape(cli: Cli, model: Path) -
     assert 1 <= report["completion_tokens"] <= 5
 
 
+def test_what_was_read_is_kept_on_disk_where_that_is_asked_for(cli: Cli, model: Path, tmp_path: Path) -> None:
+    text, options = "a long story " * 30, ("--max-tokens", 5, "--json")
+    without = json.loads(cli("run", model, text, *options).out)
+    runs = [json.loads(cli("run", model, text, "--store", tmp_path / "store", *options).out) for _ in range(2)]
+    assert [run["text"] for run in runs] == [without["text"]] * 2
+    assert [run["cached_tokens"] for run in (without, *runs)] == [0, 0, without["prompt_tokens"] - 1]
+    other = cli("run", model, text + "that ends in another way", "--store", tmp_path / "store")
+    assert other.err.endswith("tokens came from disk\n")
+
+
 def test_prompt_sources_agree_and_raw_differs_from_chat(cli: Cli, model: Path, tmp_path: Path) -> None:
     text = "naïve 水 🌊 \ttext"
     file = tmp_path / "p.txt"

@@ -2,6 +2,7 @@
 
 import os
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,7 @@ from tests.laws.paths import prompt
 from tests.tiny import CASES
 
 import quaff
-from quaff import LLM
+from quaff import LLM, SamplingParams
 from quaff.engine.disk import DiskTier
 from quaff.errors import ConfigError
 
@@ -191,3 +192,23 @@ def test_memory_that_waits_for_the_disk_is_there_for_requests(path: Path, store:
         assert disk(llm).store.flush(60)
         assert disk(llm).store.counters.dropped
         assert pages_held(llm) == 0
+
+
+def test_reading_files_counts_in_the_time_to_the_first_token(
+    path: Path, store: Path, filled: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with load(path, store) as llm:
+        restore, spent = disk(llm).restore, 0.0
+
+        def slow(tokens: list[int], salt: str = "") -> int:
+            nonlocal spent
+            began = time.perf_counter()
+            time.sleep(0.02)
+            gained = restore(tokens, salt)
+            spent = time.perf_counter() - began
+            return gained
+
+        monkeypatch.setattr(disk(llm), "restore", slow)
+        completion = llm.generate([*TOKENS, 1], SamplingParams(max_tokens=1))
+        assert completion.cached_tokens == 700
+        assert completion.timings.ttft_seconds >= spent > 0
