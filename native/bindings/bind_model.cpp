@@ -268,7 +268,7 @@ void bind_program(nb::module_& m) {
             },
             "buffers"_a, "ops"_a, "slots"_a = 1);
     nb::class_<Model>(m, "Model")
-        .def(nb::init<int64_t, int64_t>(), "dim"_a, "vocab"_a)
+        .def(nb::init<int64_t, int64_t, int64_t>(), "dim"_a, "vocab"_a, "outputs"_a)
         .def("add_rope", &Model::add_rope, "table"_a)
         .def(
             "add_stage",
@@ -348,8 +348,8 @@ void bind_step(nb::module_& m) {
                Out<float, 2> logits, Control& control, bool profile) {
                 if (ranges.shape(1) != 2)
                     throw std::invalid_argument("step: ranges must be [n, 2]");
-                if (logits.shape(0) != logits_rows.size() || static_cast<int64_t>(logits.shape(1)) != model.vocab)
-                    throw std::invalid_argument("step: logits must be [len(logits_rows), vocab]");
+                if (logits.shape(0) != logits_rows.size() || static_cast<int64_t>(logits.shape(1)) != model.outputs)
+                    throw std::invalid_argument("step: logits must be [len(logits_rows), outputs]");
                 StepInput in;
                 in.tokens = span(tokens);
                 in.positions = span(positions);

@@ -159,7 +159,7 @@ public:
         case OpKind::kScale:
             if (in[0] != kLogits)
                 source(in[0]);
-            if (out[0] != in[0])
+            if (out[0] != in[0] && out[0] != kLogits)
                 scratch(out[0], false);
             need(out[0] == in[0] || in[0] != kLogits, "keeps logits where they are");
             break;
@@ -305,7 +305,7 @@ int32_t Model::add_stage(std::shared_ptr<const Program> program, std::vector<std
     if (static_cast<int32_t>(weights.size()) != p.weight_slots)
         throw std::invalid_argument("the program has " + std::to_string(p.weight_slots) + " weight slots, " +
                                     std::to_string(weights.size()) + " were given");
-    auto width = [&](int32_t id) { return id == kResidual ? dim : id == kLogits ? vocab : p.buffer(id).width; };
+    auto width = [&](int32_t id) { return id == kResidual ? dim : id == kLogits ? outputs : p.buffer(id).width; };
     auto matrix = [&](size_t i, int32_t slot, int64_t rows, int64_t cols) -> const Weight& {
         if (slot == kNone)
             refuse(i, "a weight is missing");

@@ -86,13 +86,13 @@ class WeightSource;
 
 class Model {
 public:
-    Model(int64_t dim, int64_t vocab) : dim(dim), vocab(vocab) {}
+    Model(int64_t dim, int64_t vocab, int64_t outputs) : dim(dim), vocab(vocab), outputs(outputs) {}
     int32_t add_rope(std::shared_ptr<RopeTable> table);
     int32_t add_stage(std::shared_ptr<const Program> program, std::vector<std::shared_ptr<const ModelWeight>> weights); // checks shapes
     // Every op that touches pages or recurrent state finds its pool.
     void check_pools(const std::vector<const PagePool*>& pools, const std::vector<const StatePool*>& states) const;
 
-    const int64_t dim, vocab;
+    const int64_t dim, vocab, outputs; // outputs: width of a row of logits, the vocabulary's size unless the head makes something else
     std::vector<std::shared_ptr<RopeTable>> ropes;
     std::vector<Stage> stages;
     std::shared_ptr<WeightSource> source; // of weights that are not in memory; null: all are

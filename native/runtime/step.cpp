@@ -478,7 +478,7 @@ void StepRun::add(const Op& op) {
 void StepRun::scale(const Op& op) {
     constexpr int64_t kPart = 4096;
     const int32_t in = op.inputs[0], out = op.outputs[0];
-    const int64_t width = in == kLogits ? model_.vocab : source_width(in);
+    const int64_t width = in == kLogits ? model_.outputs : source_width(in);
     const int64_t parts = (width + kPart - 1) / kPart;
     const float factor = op.floats[0], cap = op.floats[1];
     rt_.pool_.run(cell_size() * parts, [&](int64_t u, int) {

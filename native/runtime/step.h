@@ -29,7 +29,7 @@ struct StepInput {
     std::vector<std::vector<std::span<const int32_t>>> states;
     std::span<const int32_t> cell_stage, cell_ranges, ranges; // ranges: pairs of row begin, end
     std::span<const int32_t> logits_rows;
-    float* logits = nullptr; // [logits_rows][vocab]
+    float* logits = nullptr; // [logits_rows][outputs]
     bool profile = false;    // time every op
 };
 

@@ -47,7 +47,7 @@ LinearArgs StepRun::linear_args(const Stage& stage, const Op& op, size_t j, int6
         a.row_map = cell_rows_.data() + row;
     } else if (out == kLogits) {
         a.out = in_.logits;
-        a.out_stride = model_.vocab;
+        a.out_stride = model_.outputs;
         a.row_map = logits_map_.data() + row;
     } else {
         a.out = buffer_row(out, row);

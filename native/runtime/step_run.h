@@ -93,7 +93,7 @@ private:
     float* source_row(int32_t id, int64_t i) const { return id == kResidual ? residual_row(i) : buffer_row(id, i); }
     int64_t source_width(int32_t id) const { return id == kResidual ? model_.dim : program_->buffer(id).width; }
     float* logits_row(int64_t i) const {
-        return in_.logits + int64_t{logits_index_[static_cast<size_t>(cell_rows_[static_cast<size_t>(i)])]} * model_.vocab;
+        return in_.logits + int64_t{logits_index_[static_cast<size_t>(cell_rows_[static_cast<size_t>(i)])]} * model_.outputs;
     }
     const QuantRows& quant(int32_t id) const { return ints_[static_cast<size_t>(id - kFirstScratch)]; }
     int32_t segment_of(int64_t i) const { return in_.segment_of_row[cell_rows_[static_cast<size_t>(i)]]; }

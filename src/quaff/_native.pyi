@@ -113,7 +113,7 @@ class Program:
 class Model:
     """Stages (program + bound weights) in grid order."""
 
-    def __init__(self, dim: int, vocab: int) -> None: ...
+    def __init__(self, dim: int, vocab: int, outputs: int) -> None: ...  # outputs: width of a row of logits
     def add_rope(self, table: RopeTable) -> int: ...
     def add_stage(self, program: Program, weights: Sequence[Weight]) -> int: ...
     @property
@@ -190,7 +190,7 @@ class Runtime:
         cell_ranges: I32,  # [cells + 1], CSR into ranges
         ranges: I32,  # [n, 2] row begin, end
         logits_rows: I32,  # rows whose logits are written, ascending
-        logits: F32,  # [len(logits_rows), vocab]
+        logits: F32,  # [len(logits_rows), outputs]
         control: Control,
         profile: bool = False,
     ) -> StepResult: ...

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import threading
 import time
 import weakref
 from collections import Counter
@@ -39,11 +40,12 @@ from quaff.config import (
     rows_per_expert,
 )
 from quaff.engine.disk import DiskTier
+from quaff.engine.embedder import FILE_POOLINGS, Embedder, Pooling
 from quaff.engine.engine import Engine, FinishReason, Request
 from quaff.engine.reader import Reader
 from quaff.engine.runner import Runner
 from quaff.engine.sampler import SamplingParams, refused
-from quaff.errors import ConfigError, MemoryBudgetError, PromptError, QuaffError, located, quote
+from quaff.errors import ConfigError, MemoryBudgetError, PromptError, QuaffError, UnsupportedError, located, quote
 from quaff.graph.builder import build_graph
 from quaff.graph.program import Graph
 from quaff.measure.streaming import Streaming, bound_of
@@ -447,6 +449,20 @@ class LLM:
         self.graph: Graph = build_graph(
             model.config, model.family, model.tensors, engine_config.activations, engine_config.fuse, engine_config.kv_dtype
         )
+        self._build_hidden = partial(
+            build_graph,
+            model.config,
+            model.family,
+            model.tensors,
+            engine_config.activations,
+            engine_config.fuse,
+            engine_config.kv_dtype,
+            hidden=True,
+        )
+        kind = checkpoint.metadata.get(f"{model.config.architecture}.pooling_type")
+        self.pooling: Pooling = FILE_POOLINGS.get(int(kind) if kind is not None else 0, "mean")
+        self._embedder: Embedder | None = None
+        self._embedding = threading.Lock()
         self.tokenizer = Tokenizer.from_metadata(checkpoint.metadata)
         self.engine_config = engine_config
         self.context = min(self.config.context_length, engine_config.context or self.config.context_length)
@@ -587,6 +603,8 @@ class LLM:
         if self.disk is not None:
             self.disk.close()
         self.engine.close()
+        if self._embedder is not None:
+            self._embedder.close()
         self._weights.close()
 
     def __enter__(self) -> LLM:
@@ -775,6 +793,26 @@ class LLM:
         if len(logprobs) != len(tokens) - 1:
             raise QuaffError(f"scoring was cancelled after {len(logprobs)} of {len(tokens) - 1} tokens")
         return Score(tuple(tokens), tuple(logprobs), time.perf_counter() - began, self.counters - before)
+
+    def embed(
+        self,
+        prompts: Sequence[Prompt],
+        pooling: Pooling | None = None,
+        drive: Callable[[Callable[[], None]], object] = lambda step: step(),
+    ) -> NDArray[np.float32]:
+        """Vectors of length 1, f32 [prompts, dim]: the residual after the last norm, pooled over a prompt's rows (None: as the file says,
+        or their mean). Every prompt is checked before any work starts. `drive` runs each step of the work; what it raises ends it.
+        UnsupportedError while weights are streamed.
+        """
+        if not isinstance(self._weights, ResidentWeights):
+            raise UnsupportedError("embeddings need all weights in memory; allow more with memory (--memory)")
+        encoded = [self.encode(prompt) for prompt in prompts]
+        with self._embedding:
+            if self._embedder is None:
+                self._embedder = Embedder(
+                    self._build_hidden(), self._weights, self.threads, self.accountant, self.order, self.context, self.engine.policy
+                )
+            return self._embedder.embed(encoded, pooling or self.pooling, drive)
 
     def cancel(self) -> None:
         """End everything that is running at the next cell boundary; finished positions are kept. May be called from any thread."""

@@ -31,7 +31,7 @@ def multiply(x: F32, bias: F32, kind: Type, data: U8, int8: bool, threads: int) 
     table = _native.Weight(int(Type.F32), rows_of_table.reshape(-1).view(np.uint8), m, k)
     vectors = [_native.Weight.vector(v) for v in (bias, np.ones(k, np.float32))]
     normed, codes = p.SCRATCH, p.SCRATCH + 1 if int8 else p.NONE
-    model = _native.Model(k, m)
+    model = _native.Model(k, m, m)
     model.add_stage(_native.Program([], [(p.OpKind.EMBED, [], [p.RESIDUAL], [0], [], [1.0])]), [table])
     norm = (p.OpKind.RMS_NORM, [p.RESIDUAL], [normed, codes], [2], [1], [EPS])
     linear = (p.OpKind.LINEAR, [codes, normed], [p.LOGITS], [0, 1], [1, 0], [])

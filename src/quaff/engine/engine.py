@@ -149,7 +149,7 @@ def row_work(graph: Graph) -> Callable[[int], int]:
 def make_scheduler(order: Order, graph: Graph, policy: Policy | None = None, plan: Plan | None = None) -> Scheduler:
     """An empty scheduler with the step sizes of an order, and of a plan. Where weights are streamed a step is a pass, and all share it."""
     rows = BLOCK_ROWS[order.name]
-    logits_rows = max(1, LOGITS_BYTES // (4 * graph.config.vocab))
+    logits_rows = max(1, LOGITS_BYTES // (4 * graph.outputs))
     if plan is not None:
         rows, logits_rows = min(rows, plan.pass_rows), plan.logits_rows
         if not plan.resident and order.name == "layer":

@@ -25,7 +25,7 @@ POLL_SECONDS = 0.05
 
 def bind_model(graph: Graph, weights: ResidentWeights | StreamedWeights) -> _native.Model:
     """Native programs of a graph with weights bound; stages with equal programs share one."""
-    model = _native.Model(graph.config.dim, graph.config.vocab)
+    model = _native.Model(graph.config.dim, graph.config.vocab, graph.outputs)
     for rope in graph.ropes:
         table = _native.RopeTable(rope.theta, rope.rotary_dim, rope.factors, rope.scale, rope.temperature, rope.temperature_length)
         model.add_rope(table)
@@ -99,7 +99,7 @@ class Runner:
 
     def close(self) -> None:
         """Let go of the weights; nothing can be run afterwards."""
-        self._model = _native.Model(self.graph.config.dim, self.graph.config.vocab)
+        self._model = _native.Model(self.graph.config.dim, self.graph.config.vocab, self.graph.outputs)
 
     def grid(self, batch: Batch) -> Grid:
         return Grid.of(self._kinds, batch)
@@ -118,12 +118,12 @@ class Runner:
         grid = self.grid(batch)
         schedule = compile_order(grid, order) if isinstance(order, Order) else compile_cells(grid, order)
         wanted = batch.logits_rows
-        logits_bytes = len(wanted) * self.graph.config.vocab * 4
+        logits_bytes = len(wanted) * self.graph.outputs * 4
         self._take_scratch(grid.rows, schedule.largest)
         more = max(0, logits_bytes - self._held_logits_bytes)
         self._accountant.take(more, f"logits of {len(wanted)} rows")
         try:
-            values = np.empty((len(wanted), self.graph.config.vocab), dtype=np.float32)
+            values = np.empty((len(wanted), self.graph.outputs), dtype=np.float32)
             result = self._step(batch, schedule, wanted, values, on_work)
             self._count_scratch()
             return self._finish(grid, schedule, wanted, values, result)
@@ -139,7 +139,7 @@ class Runner:
 
         Scratch stays counted; logits are counted until the next call, which may ask for fewer.
         """
-        logits_bytes = logits_rows * self.graph.config.vocab * 4
+        logits_bytes = logits_rows * self.graph.outputs * 4
         more = logits_bytes - self._held_logits_bytes
         if more > 0:
             self._accountant.take(more, f"logits of {logits_rows} rows")

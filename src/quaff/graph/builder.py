@@ -430,6 +430,15 @@ class StageBuilder:
         self._ops.append(Op(kind, inputs, outputs, weights, ints, floats))
 
 
+class HiddenBuilder(StageBuilder):
+    """Of a head that gives what its matrix would get."""
+
+    def logits(self, x: Value, w: WeightRef) -> None:
+        if x.width != self.config.dim:
+            raise ConfigError(f"the head of this model takes {x.width} values, not the {self.config.dim} of its residual")
+        self._emit(OpKind.SCALE, (x.buffer,), (LOGITS,), floats=(1.0, 0.0))
+
+
 def build_graph(
     config: ModelConfig,
     family: Family,
@@ -437,10 +446,11 @@ def build_graph(
     activations: Activations = "int8",
     fuse: bool = True,
     kv_dtype: KVDtype = "float16",
+    hidden: bool = False,
 ) -> Graph:
     """Stages of a model in grid order: embed, (mixer, ffn) per layer, head. A last mixer of attention is followed by its attend stage.
 
-    `tensors`: name -> (shape, ggml type).
+    `tensors`: name -> (shape, ggml type). `hidden`: the head ends with its norm, and gives that instead of logits.
 
     Raises ConfigError for a missing, unexpected or misshapen tensor, UnsupportedError for a feature we lack; both name it.
     `fuse=False` keeps one op per step; values are the same either way.
@@ -466,7 +476,7 @@ def build_graph(
         g = StageBuilder(config, shared, i, activations)
         family.ffn(g, config, layer, w)
         stages.append(g.finish("ffn", fuse))
-    g = StageBuilder(config, shared, NONE, activations)
+    g = HiddenBuilder(config, shared, NONE, activations) if hidden else StageBuilder(config, shared, NONE, activations)
     family.head(g, config, top)
     stages.append(g.finish("head", fuse))
-    return Graph(config, tuple(stages), tuple(shared.ropes), tuple(shared.kinds), tuple(shared.states))
+    return Graph(config, tuple(stages), tuple(shared.ropes), tuple(shared.kinds), tuple(shared.states), hidden)

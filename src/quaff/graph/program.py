@@ -250,13 +250,22 @@ class StateKind:
 
 @dataclass(frozen=True)
 class Graph:
-    """A model as stages in grid order: embed, (mixer, ffn) per layer, head. A last mixer of attention is followed by its attend stage."""
+    """A model as stages in grid order: embed, (mixer, ffn) per layer, head. A last mixer of attention is followed by its attend stage.
+
+    `hidden`: the head leaves the residual after its norm in the place of logits.
+    """
 
     config: ModelConfig
     stages: tuple[StageSpec, ...]
     ropes: tuple[RopeConfig, ...]
     kv_kinds: tuple[KVKind, ...]
     state_kinds: tuple[StateKind, ...] = ()
+    hidden: bool = False
+
+    @property
+    def outputs(self) -> int:
+        """Values that the head makes for a row."""
+        return self.config.dim if self.hidden else self.config.vocab
 
     @property
     def kv_value_bytes(self) -> int:

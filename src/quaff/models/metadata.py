@@ -12,7 +12,7 @@ from quaff.config import MAX_LAYERS
 from quaff.errors import ConfigError, UnsupportedError, quote
 
 # Written by converters, without any effect on the computation.
-HARMLESS = ("tensor_data_layout", "use_parallel_residual", "rope.scaling.finetuned", "rope.scaling.original_context_length")
+HARMLESS = ("tensor_data_layout", "use_parallel_residual", "rope.scaling.finetuned", "rope.scaling.original_context_length", "pooling_type")
 
 
 CONTEXT = "quaff.context"

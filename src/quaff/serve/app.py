@@ -20,7 +20,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from quaff.errors import QuaffError, one_line
-from quaff.serve import anthropic, chat, completions, openai, responses, status, tokens
+from quaff.serve import anthropic, chat, completions, embeddings, openai, responses, status, tokens
 from quaff.serve.errors import ApiError, shape_of
 from quaff.serve.service import Service
 from quaff.serve.settings import Settings
@@ -46,6 +46,7 @@ def make_app(service: Service, life: Life | None = None) -> Starlette:
         *completions.routes(),
         *anthropic.routes(),
         *responses.routes(),
+        *embeddings.routes(),
         *openai.routes(),
         *tokens.routes(),
         *status.routes(),

@@ -59,13 +59,13 @@ class ApiError(QuaffError):
         return {"error": {"message": str(self), "type": self.kind, "param": self.param, "code": self.code}}
 
 
-def context_exceeded(prompt_tokens: int, context: int) -> ApiError:
+def context_exceeded(prompt_tokens: int, context: int, param: str = "messages") -> ApiError:
     """A prompt that leaves no room for an answer is refused with both counts, never cut."""
     return ApiError(
         400,
         f"the prompt has {prompt_tokens} tokens, the context is {context} tokens; shorten the prompt",
         code="context_length_exceeded",
-        param="messages",
+        param=param,
     )
 
 

@@ -32,6 +32,8 @@ class Service:
         self.settings = settings
         self.created = int(time.time())
         self.metrics = Metrics(settings.name)
+        self.embedding = asyncio.Lock()
+        """Texts of one request are embedded at a time: others must not wait in the threads that tokenise."""
         self._llm: LLM | None = None
         self._loop: EngineLoop | None = None
         self._dialogue: Dialogue | None = None

@@ -7,7 +7,7 @@ import json
 import logging
 from collections.abc import AsyncIterator, Coroutine, Sequence
 from contextlib import suppress
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from pydantic import BaseModel, ConfigDict
 from starlette.requests import ClientDisconnect, Request
@@ -94,8 +94,14 @@ async def collect(request: Request, generations: Sequence[Generation]) -> list[R
     return await while_connected(request.receive, ends(), generations)
 
 
-async def while_connected(receive: Receive, work: Coroutine[Any, Any, T], generations: Sequence[Generation]) -> T:
-    """The result of `work`. Generations are cancelled when it fails, or when the client hangs up first (ClientDisconnect)."""
+class Cancellable(Protocol):
+    """What a client's request has set going."""
+
+    def cancel(self) -> None: ...
+
+
+async def while_connected(receive: Receive, work: Coroutine[Any, Any, T], going: Sequence[Cancellable]) -> T:
+    """The result of `work`. What is `going` is cancelled when it fails, or when the client hangs up first (ClientDisconnect)."""
     task = asyncio.ensure_future(work)
     gone = asyncio.ensure_future(_hang_up(receive))
     try:
@@ -104,8 +110,8 @@ async def while_connected(receive: Receive, work: Coroutine[Any, Any, T], genera
             raise ClientDisconnect
         return task.result()
     finally:
-        for generation in generations:
-            generation.cancel()
+        for one in going:
+            one.cancel()
         for future in (task, gone):
             future.cancel()
         await asyncio.wait((task, gone))

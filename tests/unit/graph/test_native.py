@@ -60,7 +60,7 @@ CHANNELS, TAPS, ROWS = 16, 3, 5
 
 def conv_step(states: list[list[int]], positions: list[int], segments: list[int], pool: _native.StatePool) -> None:
     """One step of a model that embeds, convolves and forgets: what it is given of recurrent state is checked before it runs."""
-    model = _native.Model(CHANNELS, 8)
+    model = _native.Model(CHANNELS, 8, 8)
     table = _native.Weight(0, np.zeros(8 * CHANNELS * 4, np.uint8), 8, CHANNELS)
     taps = _native.Weight(0, np.ones(CHANNELS * TAPS, np.float32).view(np.uint8), CHANNELS, TAPS)
     model.add_stage(_native.Program([], [(0, [], [0], [0], [], [1.0])]), [table])
