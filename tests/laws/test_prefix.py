@@ -203,13 +203,35 @@ def test_a_prefix_in_use_is_not_evicted(llm: LLM) -> None:
     logits: dict[int, bytes] = {}
     request = submit(llm, tokens, logits, "a")
     llm.engine._admit()
-    prefix.clear()
+    while prefix.evict(1):
+        pass
     hit = prefix.attach(tokens, 199, "a")
     assert hit.length == request.cached_tokens == 130
     llm.engine.cache.free(hit.sequence)
     assert finish(llm, request, logits).same_bits(ask(llm, tokens))
     prefix.clear()
     assert prefix.used_bytes == 0 and prefix.places == 0
+
+
+def test_what_is_cached_gives_way_to_requests_that_need_the_memory(llm: LLM) -> None:
+    """Budget asked before allocation: with room for one long prompt, others are evicted, and none is refused."""
+    accountant, prefix = llm.accountant, tree(llm)
+    prompts = [prompt(llm.config.vocab, n, seed=n) for n in (300, 250, 280, 310)]
+    expected = [ask(llm, tokens) for tokens in prompts]
+    prefix.clear()
+    empty = accountant.total_bytes
+    ask(llm, prompts[3], "a")
+    before = accountant.limit_bytes
+    # What the tree has now, and half of it once more; a request also needs room to grow.
+    accountant.limit_bytes = accountant.total_bytes + prefix.used_bytes // 2 + llm.engine.cache.peak_bytes(310, 310)
+    try:
+        for i in (0, 1, 2, 3, 3, 0):
+            assert ask(llm, prompts[i], "a").same_bits(expected[i])
+            assert accountant.total_bytes <= accountant.limit_bytes
+            assert accountant.total_bytes - empty <= prefix.used_bytes + 4 * 310 * llm.config.vocab
+        assert prefix.counters.evicted_bytes
+    finally:
+        accountant.limit_bytes = before
 
 
 def test_a_cancelled_prompt_resumes_where_it_was(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -129,7 +129,7 @@ class PrefixCache:
     """Prefixes of one engine, whose model and options are one bits key; `salt` keeps the prompts of different clients apart.
 
     At most `cap_bytes` of pages and states are held, a shared one counted once; what a sequence uses too is never evicted. Not locked: the
-    engine's lock covers every caller. When the budget of `cache` runs out, the tree gives way.
+    engine's lock covers every caller. The tree gives way where `evict` is asked for what others need (`Accountant.reclaim`).
     """
 
     def __init__(self, cache: PageCache, cap_bytes: int) -> None:
@@ -153,7 +153,6 @@ class PrefixCache:
             0 if cache.states.kinds else max((pages_for(kind.window) + 1 for kind in cache.kinds if kind.window), default=0)
         )
         self._node_bytes = sum(cache.pools[k].page_bytes for k in self._whole)
-        cache.accountant.reclaim = self.evict
 
     @property
     def places(self) -> int:
@@ -361,8 +360,11 @@ class PrefixCache:
         return before - self.cache.accountant.used_bytes
 
     def clear(self) -> None:
-        """Forget everything that no sequence uses."""
-        self._evict(lambda: False)
+        """Forget everything. Sequences keep what they use."""
+        for place in list(self._places):
+            rest: _Place | None = place
+            while rest is not None:
+                rest = self._remove(rest)
 
     def _evict(self, enough: Callable[[], bool]) -> None:
         before = self.used_bytes

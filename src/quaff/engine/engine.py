@@ -186,6 +186,8 @@ class Engine:
         self.cache = cache
         self.prefix = prefix
         self._convoy = Convoy(cache, prefix) if prefix is not None else None
+        if prefix is not None:
+            cache.accountant.reclaim = prefix.evict
         self.context = context
         self.end_ids = end_ids
         self.plan = plan

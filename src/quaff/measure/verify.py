@@ -17,6 +17,7 @@ from quaff import _native
 from quaff.batch import Batch, Counters
 from quaff.cache.entry import Layout
 from quaff.cache.memory import Memory
+from quaff.cache.prefix import PrefixCache
 from quaff.cache.store import Store
 from quaff.errors import NonFiniteError, PromptError, QuaffError
 from quaff.measure import counted
@@ -172,6 +173,7 @@ class Verifier:
             ("half at once, then row by row", self._decoded),
             ("paused and continued", self._paused),
             ("forked from a shared prefix", self._forked),
+            ("found in the prefix tree", self._found),
             ("restored from disk", self._restored),
         ]
         return tuple(paths)
@@ -270,6 +272,26 @@ class Verifier:
         step([(other, 100)], self.order)
         step([(reading, reading.left)], self.order)
         other.free()
+        return reading
+
+    def _found(self) -> Reading:
+        """What an earlier prompt left in a prefix tree, up to where this one goes on in another way."""
+        cache, shared = self.llm.engine.cache, len(self.tokens) * 3 // 5 // 64 * 64 + 7
+        earlier = Reading(self.llm, self.tokens[:shared] + self.tokens[::-1][:90])
+        cache.snapshot(earlier.sequence, shared)
+        while earlier.done < shared:
+            step([(earlier, min(shared - earlier.done, self.step_rows))], self.order)
+        reading = earlier.fork(self.tokens, hashed=True)
+        step([(earlier, 90)], self.order)
+        prefix = PrefixCache(cache, 1 << 62)
+        prefix.publish(earlier.sequence, earlier.tokens)
+        earlier.free()
+        reading.free()
+        hit = prefix.attach(self.tokens, len(self.tokens) - 1)
+        prefix.clear()
+        reading.sequence, reading.done = hit.sequence, hit.length
+        while reading.left:
+            step([(reading, min(reading.left, self.step_rows))], self.order)
         return reading
 
     def _restored(self) -> Reading:

@@ -16,7 +16,9 @@ from quaff.errors import MemoryBudgetError
 
 def make(shape: str = "full", cap_bytes: int = 1 << 30, limit: int | None = None) -> tuple[PageCache, PrefixCache]:
     cache = make_cache(shape, limit)
-    return cache, PrefixCache(cache, cap_bytes)
+    prefix = PrefixCache(cache, cap_bytes)
+    cache.accountant.reclaim = prefix.evict
+    return cache, prefix
 
 
 def run(prefix: PrefixCache, tokens: Sequence[int], boundaries: Sequence[int] = (), salt: str = "") -> tuple[int, Miss | None]:
