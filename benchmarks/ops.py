@@ -104,7 +104,7 @@ class Layer:
         norm = (OpKind.RMS_NORM, [RESIDUAL], [NONE, SCRATCH], [1], [1], [1e-5])
         linear = (OpKind.LINEAR, [SCRATCH, NONE], [LOGITS], [0, NONE], [1, 0], [])
         program = _native.Program([(cols, INT8)], [norm, linear])
-        self.model = _native.Model(cols, rows)
+        self.model = _native.Model(cols, rows, rows)
         self.model.add_stage(embed, [self.weights[0]])  # activations are rows of the weight itself
         for weight in self.weights:
             self.model.add_stage(program, [weight, ones])
