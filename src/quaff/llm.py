@@ -334,7 +334,8 @@ def load(
     store_cap_bytes: int = 16 << 30,
     progress: LoadProgress | None = None,
 ) -> LLM:
-    """Load a model by path (a GGUF file or a Hugging Face folder), alias, hf:owner/repo or hf:owner/repo/file, and pack its weights.
+    """Load a model by path (a GGUF or packed file, or a Hugging Face folder), alias, hf:owner/repo or hf:owner/repo/file, and pack its
+    weights; those of a packed file are mapped.
 
     `threads` None: physical cores this process may use. `chunk` rows are computed together, None: chosen from the machine's measured
     ceilings. `schedule` is the order of the work (None: the best one); neither these nor `fuse` and `isa` (for the whole process) change a
@@ -344,8 +345,7 @@ def load(
     `memory` is the resident memory that the whole process may have, interpreter included: bytes, a text such as "2GiB", or "auto" for what
     the system can give. Weights that do not fit into it are streamed from the file, once for a prompt; no bit changes. `workload` says what
     to leave room for. `memory_limit_bytes` bounds weights, KV state and scratch alone and streams nothing; without either it is nine tenths
-    of the memory free now. `quantize` is for folders: what
-    matrices of a fitting width become (None: q8_0); a GGUF file is taken as it is.
+    of the memory free now. `quantize` is for folders: what matrices of a fitting width become (None: q8_0); a file is taken as it is.
     `prefix_cache_bytes`: at most so much of that keeps what was computed, for prompts that begin with the same tokens; it gives way to
     requests that need the memory. 0: only a `state` that is passed on is reused. `store`: a folder, or True for one in the user's cache, in
     which all that is kept in files too, `store_cap_bytes` of them at most, for later and for other processes; the first load of a model

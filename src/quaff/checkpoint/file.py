@@ -71,11 +71,11 @@ class ModelFile:
 
     def map(self) -> NDArray[np.uint8]:
         """The whole file, mapped, read-only, as long as the array lives. Whoever cuts the file short meanwhile ends the process."""
+        self.check_unchanged()
         try:
             mapped = mmap.mmap(self._fd, self.nbytes, access=mmap.ACCESS_READ)
         except (OSError, ValueError) as error:
             raise CheckpointError(f"cannot be mapped: {_reason(error)}") from None
-        self.check_unchanged()
         return np.frombuffer(mapped, np.uint8)
 
     def check_unchanged(self) -> None:
