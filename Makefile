@@ -68,7 +68,7 @@ endef
 
 SAN      = build/sanitize
 RUNTIME  = $(shell $${CXX:-g++} -print-file-name=libasan.so):$(shell $${CXX:-g++} -print-file-name=libstdc++.so)
-SLICE    = tests/kernels tests/hostile $(addprefix tests/laws/test_,isa.py mixed_batches.py pause_and_continue.py streamed.py)
+SLICE    = tests/kernels tests/hostile $(addprefix tests/laws/test_,isa.py mixed_batches.py packed.py pause_and_continue.py streamed.py)
 CHECKED  = env ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1
 
 sanitize: $(VENV)/.test ## kernels, packing, runtime and hostile files under ASan and UBSan

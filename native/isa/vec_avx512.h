@@ -91,7 +91,13 @@ struct VecAvx512 {
         b = _mm_max_ps(b, _mm_movehl_ps(b, b));
         return _mm_cvtss_f32(_mm_max_ss(b, _mm_movehdup_ps(b)));
     }
-    QUAFF_INLINE static int32_t isum(I v) { return _mm512_reduce_add_epi32(v); }
+    // Sums wrap: codes of a row that is not finite may be anything.
+    QUAFF_INLINE static int32_t isum(I v) {
+        const __m256i x = _mm256_add_epi32(_mm512_castsi512_si256(v), _mm512_extracti64x4_epi64(v, 1));
+        __m128i y = _mm_add_epi32(_mm256_castsi256_si128(x), _mm256_extracti128_si256(x, 1));
+        y = _mm_add_epi32(y, _mm_shuffle_epi32(y, 0x4e));
+        return _mm_cvtsi128_si32(_mm_add_epi32(y, _mm_shuffle_epi32(y, 0xb1)));
+    }
     QUAFF_INLINE static int32_t itop(I v) { return _mm512_reduce_max_epi32(v); }
     // Four vectors of codes as bytes, and the sum of each: packing leaves 4 codes of every vector in each quarter of the register, where vpdpbusd adds
     // them, so that adding the quarters gives the four sums in order.

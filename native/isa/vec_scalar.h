@@ -174,8 +174,8 @@ struct VecScalar {
         return larger(even, odd);
     }
     QUAFF_INLINE static int32_t isum(I v) {
-        const I4 y = v.a + v.b + v.c + v.d;
-        return y[0] + y[1] + y[2] + y[3];
+        const U4 y = (U4)v.a + (U4)v.b + (U4)v.c + (U4)v.d; // wraps: codes of a row that is not finite may be anything
+        return static_cast<int32_t>(y[0] + y[1] + y[2] + y[3]);
     }
     QUAFF_INLINE static int32_t itop(I v) {
         const I x = imax(v, I{v.c, v.d, v.c, v.d});

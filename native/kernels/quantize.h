@@ -48,7 +48,7 @@ template <class V> static void quantize_row(const float* x, int64_t n, int8_t* q
             }
         }
         for (g = 0; g < groups; ++g)
-            sum32[g] = sum16[2 * g] + sum16[2 * g + 1];
+            sum32[g] = static_cast<int32_t>(static_cast<uint32_t>(sum16[2 * g]) + static_cast<uint32_t>(sum16[2 * g + 1]));
     }
 }
 
