@@ -166,7 +166,7 @@ class Generation:
     def _note(self, update: Update, delta: Delta, at: float) -> None:
         request = update.request
         self._on_step(update, at)
-        if self._job.progress and not delta.tokens:
+        if self._job.progress and self._processed < request.prompt_tokens:
             self._add_progress(update, at)
         if delta.tokens or delta.text:
             self._inbox.append(delta)

@@ -136,7 +136,7 @@ def test_progress_is_asked_for_grows_and_ends_with_all_of_the_prompt(live: Live)
             seen.append(progress)
     total = len(live.llm.encode_chat(messages))
     processed = [p["processed"] for p in seen]
-    assert len(seen) > 1 and processed == sorted(set(processed))
+    assert len(seen) > 1 and processed == sorted(set(processed)) and processed[-1] == total
     assert all(p["total"] == total and p["cache"] <= p["processed"] <= total and p["time_ms"] >= 0 for p in seen)
     silent = live.client.chat.completions.create(**options)
     assert not any("prompt_progress" in (chunk.model_extra or {}) for chunk in silent)
