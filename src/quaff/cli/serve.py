@@ -10,12 +10,11 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from quaff.cli.console import Bar, note
-from quaff.cli.options import MOST_COUNTED, Chunk, Model, Quantize, Schedule, Temperature, Threads
+from quaff.cli.options import MOST_COUNTED, Chunk, Memory, Model, Quantize, Schedule, Temperature, Threads
 from quaff.errors import ConfigError, QuaffError, located
 
 if TYPE_CHECKING:
     from quaff.llm import LLM, LoadProgress
-    from quaff.serve.settings import Settings
 
 
 def serve(
@@ -29,14 +28,15 @@ def serve(
     ] = None,
     threads: Threads = None,
     chunk: Chunk = None,
-    schedule: Schedule = "chunk",
+    schedule: Schedule = None,
+    memory: Memory = None,
     quantize: Quantize = None,
     prefix_cache: Annotated[
         str,
         typer.Option(
             "--prefix-cache",
             help="Memory for what prompts begin with, such as 2GiB; it gives way to requests. 0: none.",
-            show_default="a quarter of what is free",
+            show_default="a quarter of --memory, or of what is free",
         ),
     ] = "auto",
     store: Annotated[
@@ -57,6 +57,7 @@ def serve(
 ) -> None:
     """Serve a model over HTTP, with the APIs of OpenAI. Every option has a variable: --max-stall-ms is QUAFF_MAX_STALL_MS."""
     try:
+        from quaff.serve.overview import overview
         from quaff.serve.server import Server, listen
         from quaff.serve.service import Service
         from quaff.serve.settings import Settings
@@ -79,7 +80,8 @@ def serve(
         temperature,
         replies=folder / "replies" if folder is not None else None,
     )
-    prefix_bytes = size("--prefix-cache", prefix_cache, (usable_memory_bytes() or 4 << 30) // 4)
+    free = usable_memory_bytes() or 4 << 30
+    prefix_bytes = size("--prefix-cache", prefix_cache, (size("--memory", memory, free) if memory is not None else free) // 4)
     store_bytes = size("--store-size", store_size)
     with Bar() as bar, listen(host, port) as sock:
 
@@ -95,8 +97,9 @@ def serve(
                 chunk=chunk,
                 schedule=schedule,
                 context=context,
+                memory=memory,
                 prefix_cache_bytes=prefix_bytes,
-                store=folder or False,
+                store=folder if folder is not None and prefix_bytes else False,
                 store_cap_bytes=store_bytes,
                 progress=report,
             )
@@ -106,39 +109,9 @@ def serve(
         def ready(llm: LLM) -> None:
             bar.close()
             url = f"http://{f'[{host}]' if ':' in host else host}:{sock.getsockname()[1]}"
-            note("\n".join(plan(llm, settings, max_stall_ms, url)))
+            note("\n".join(overview(llm, settings, url)))
 
         Server(Service(settings), open_model, ready).run(sock)
-
-
-def plan(llm: LLM, settings: Settings, max_stall_ms: int, url: str) -> list[str]:
-    """What is served and how, in lines."""
-    from quaff.weights.budget import human_bytes
-
-    about = llm.describe()
-    used, limit = llm.accountant.total_bytes, llm.accountant.limit_bytes
-    kv = llm.engine.cache.peak_bytes(1024, 1024)
-    rows = {
-        "model": f"{settings.name}: {about['name']} ({about['architecture']}), {human_bytes(about['weight_bytes'])} of weights",
-        "machine": f"{about['isa']}, {about['threads']} threads, chunks of {about['chunk']} rows, {about['schedule']}-major",
-        "memory": f"{human_bytes(used)} in use" + (f" of {human_bytes(limit)}" if limit is not None else ""),
-        "context": f"{llm.context} tokens; 1,024 tokens take {human_bytes(kv)}",
-        "prefixes": prefixes(llm),
-        "requests": f"{settings.queue} may wait; a stream pauses for at most about {max_stall_ms} ms",
-        "key": "needed" if settings.api_key is not None else "none",
-        "listening": f"{url}/v1 (chat/completions, completions, messages, models), {url}/health, /metrics, /props",
-    }
-    return [f"{key + ':':<11}{value}" for key, value in rows.items()]
-
-
-def prefixes(llm: LLM) -> str:
-    """Where what prompts begin with is kept."""
-    from quaff.weights.budget import human_bytes
-
-    if llm.engine.prefix is None:
-        return "not kept"
-    memory = f"{human_bytes(llm.engine.prefix.cap_bytes)} in memory"
-    return memory if llm.disk is None else f"{memory}, {human_bytes(llm.disk.store.cap_bytes)} in {llm.disk.store.folder}"
 
 
 def size(option: str, text: str, auto: int | None = None) -> int:

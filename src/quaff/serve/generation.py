@@ -220,7 +220,7 @@ class Generation:
                 raise self._error
             if self.result is not None:
                 if self.result.finish_reason == "cancelled" and not self._cancelled:
-                    raise ApiError(503, "the server is shutting down", headers={"Retry-After": "5"})
+                    raise ApiError(503, "the server ended this request: it is shutting down, or a fault ended all requests; try again")
                 return
             self._news.clear()
             await self._news.wait()

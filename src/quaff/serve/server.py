@@ -21,6 +21,8 @@ Load = Callable[[LoadProgress], LLM]
 """Loads the model; what the progress function raises must end it."""
 
 POLL_SECONDS = 0.1
+KEEP_ALIVE_SECONDS = 75
+"""Longer than clients keep an idle connection: the side that closes it must not be the one that the next request surprises."""
 GRACE_SECONDS = 5
 """How long it may take to tell clients that their answers were cut off."""
 
@@ -69,6 +71,7 @@ class Server:
                 access_log=False,
                 proxy_headers=False,
                 server_header=False,
+                timeout_keep_alive=KEEP_ALIVE_SECONDS,
                 timeout_graceful_shutdown=settings.drain_seconds + GRACE_SECONDS,
             )
         )

@@ -12,6 +12,7 @@ from starlette.requests import Request
 
 from quaff.engine.loop import EngineLoop
 from quaff.engine.reader import Reader
+from quaff.errors import QuaffError
 from quaff.llm import LLM
 from quaff.serve.dialogue import Dialogue
 from quaff.serve.errors import ApiError, context_exceeded
@@ -123,9 +124,11 @@ class Service:
 
         try:
             await asyncio.to_thread(submit)
-        except BaseException:
+        except BaseException as error:
             for generation in generations:
                 generation.cancel()
+            if type(error) is QuaffError:  # the loop takes no more
+                raise ApiError(503, str(error), headers=RETRY_SECONDS) from None
             raise
         return generations
 
