@@ -20,12 +20,22 @@ from dataclasses import dataclass
 from pathlib import Path
 
 Buffer = bytes | memoryview
-_NAME = re.compile(r"([0-9a-f]{32})-[0-9a-f]{32}-(\d{1,13})\.(block|place)")
+_NAME = re.compile(r"[0-9a-f]{32}-([0-9a-f]{32})-(\d{1,13})\.(block|place)")
 _TEMPORARY = ".writing-"
 _RECOUNT_SHARE = 16
 """The folder is counted again after a sixteenth of the cap was written: other processes write to it too."""
 _SPARE_BYTES = 256 << 20
 """Room that is left on the disk for others."""
+
+
+@dataclass(frozen=True, slots=True)
+class Child:
+    """A file by what its name says: the stem of its own hash, and where it ends."""
+
+    name: str
+    stem: str
+    end: int
+    place: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,15 +66,16 @@ class Shelf:
     def has(self, name: str) -> bool:
         return os.path.isfile(self.path(name))
 
-    def children(self, parent: str) -> list[str]:
-        """Names of the files that continue a hash chain, the last used first."""
+    def children(self, parent: str) -> list[Child]:
+        """The files that continue a hash chain, the last used first."""
         found = []
         with contextlib.suppress(OSError), os.scandir(self.model / parent[:2]) as entries:
             for entry in entries:
-                if entry.name.startswith(parent) and _NAME.fullmatch(entry.name):
+                if entry.name.startswith(parent) and (match := _NAME.fullmatch(entry.name)):
                     with contextlib.suppress(OSError):
-                        found.append((entry.stat(follow_symlinks=False).st_mtime_ns, entry.name))
-        return [name for _, name in sorted(found, reverse=True)]
+                        child = Child(entry.name, match[1], int(match[2]), match[3] == "place")
+                        found.append((entry.stat(follow_symlinks=False).st_mtime_ns, child))
+        return [child for _, child in sorted(found, key=lambda pair: pair[0], reverse=True)]
 
     @contextlib.contextmanager
     def open(self, name: str) -> Iterator[tuple[int, int]]:

@@ -166,15 +166,24 @@ class Store:
     def _best(self, blocks: tuple[Piece, ...], parent: bytes, ids: Tokens) -> Found | None:
         """The longest prefix that goes through `blocks` and one file more, or none more."""
         start, most = len(blocks) * BLOCK, len(ids) - 1
+        children = self._shelf.children(stem(parent))
         best: tuple[int, Piece] | None = None
-        for name in self._shelf.children(stem(parent))[:_CANDIDATES]:
-            piece = self._header(name)
-            if piece is None or piece.parent != parent or piece.start != start:
+        # A place that the prompt goes through is told by its name.
+        for child in children:
+            if child.place and start <= child.end <= most and (best is None or child.end > best[0]):
+                piece = Piece(parent, ids[start : child.end], start, place=True)
+                if stem(piece.hash) == child.stem:
+                    best = child.end, piece
+        # Others have to be opened to see how far they go along with it.
+        near = [c for c in children if best is None or c.end > best[0]] if not self.layout.state_kinds else []
+        for child in near[:_CANDIDATES]:
+            other = self._header(child.name)
+            if other is None or other.parent != parent or other.start != start:
                 continue
-            length = min(start + shared(piece.tokens, ids[start:]), most)
-            usable = self.layout.anywhere or (piece.place and self.layout.can_shorten(piece.end, length))
+            length = min(start + shared(other.tokens, ids[start:]), most)
+            usable = self.layout.anywhere or (other.place and self.layout.can_shorten(other.end, length))
             if usable and length >= start and (best is None or length > best[0]):
-                best = length, piece
+                best = length, other
         if best is not None and (best[0] > start or not self.layout.anywhere):
             return Found((*blocks, best[1]), best[0])
         return Found(blocks, min(start, most)) if blocks and self.layout.anywhere else None
@@ -324,7 +333,14 @@ class Store:
                 abandoned = self._stopping
                 self._changed.notify_all()
             if not abandoned:
-                job.release(job.memory.sequence)
+                self._release(job)
+
+    @staticmethod
+    def _release(job: _Job) -> None:
+        try:
+            job.release(job.memory.sequence)
+        except Exception:  # the thread has more to write
+            log.exception("prefix cache: a sequence could not be given back")
 
     def _write(self, job: _Job) -> None:
         every = pieces(job.root, job.tokens, self.layout)
@@ -337,6 +353,8 @@ class Store:
         # One time for all: of equal age the end of a chain goes first, and what is left can still be used.
         used_ns = now_ns()
         self._shelf.touch([piece.name for piece in every], used_ns)
+        if not new:
+            return
         self._shelf.make_room(sum(piece.file_bytes(self.layout) for piece in new))
         for piece in new:
             if self._stopping:

@@ -4,6 +4,7 @@ computed."""
 from __future__ import annotations
 
 import threading
+from collections import deque
 from collections.abc import Sequence
 from functools import partial
 
@@ -28,6 +29,7 @@ class DiskTier:
         self._engine = engine
         self._prefix = prefix
         self._reading = threading.Lock()
+        self._written: deque[int] = deque()
         self._restoring = False
         prefix.on_publish = self._published
         engine.cache.accountant.reclaim = self._reclaim
@@ -52,12 +54,11 @@ class DiskTier:
         if room is None:
             return 0
         sequence, memory, shared, known = room
+        whole = False
         try:
             whole = self.store.read(found, memory, shared)
-            if whole:
-                self._engine.call(partial(self._publish, sequence, tokens, salt))
         finally:
-            self._let_go(sequence)
+            self._engine.call(partial(self._settle, sequence, tokens if whole else (), salt))
         return found.length - known if whole else -1
 
     def _receive(self, found: Found, tokens: Sequence[int], salt: str) -> tuple[int, Memory, int, int] | None:
@@ -75,16 +76,20 @@ class DiskTier:
             cache.free(hit.sequence)
         return sequence, Memory.of(cache, sequence), shared, hit.length
 
-    def _publish(self, sequence: int, tokens: Sequence[int], salt: str) -> None:
-        self._engine.cache.truncate(sequence, len(tokens))
-        self._restoring = True
-        try:
-            self._prefix.publish(sequence, tokens, salt)
-        finally:
-            self._restoring = False
+    def _settle(self, sequence: int, tokens: Sequence[int], salt: str) -> None:
+        """Give what was read, if anything, to the tree."""
+        if tokens:
+            self._engine.cache.truncate(sequence, len(tokens))
+            self._restoring = True
+            try:
+                self._prefix.publish(sequence, tokens, salt)
+            finally:
+                self._restoring = False
+        self._engine.cache.free(sequence)
 
     def _published(self, sequence: int, tokens: Sequence[int], salt: str) -> None:
         """Under the engine's lock: queue every place of a sequence, the end alone where it can be left anywhere."""
+        self._free_written()
         if self._restoring:
             return
         cache = self._engine.cache
@@ -92,21 +97,27 @@ class DiskTier:
             if end < WORTH_TOKENS:
                 continue
             twin = cache.fork(sequence, end)
-            self.store.put(tokens[:end], Memory.of(cache, twin), self._let_go, salt)
+            self.store.put(tokens[:end], Memory.of(cache, twin), self._written.append, salt)
 
     def _reclaim(self, need_bytes: int) -> None:
         """Memory is short: the tree gives way, and where what waits to be written holds its pages, that is given up first."""
         accountant = self._engine.cache.accountant
         wanted = accountant.used_bytes - need_bytes
-        if self._prefix.evict(need_bytes) < need_bytes:
+        self._free_written()
+        self._evict(accountant.used_bytes - wanted)
+        if accountant.used_bytes > wanted:
             for twin in self.store.abandon():
                 self._engine.cache.free(twin)
-            if accountant.used_bytes > wanted:
-                self._prefix.evict(accountant.used_bytes - wanted)
+            self._evict(accountant.used_bytes - wanted)
 
-    def _let_go(self, sequence: int) -> None:
-        self._engine.release(sequence)
-        self._engine.sweep(blocking=False)
+    def _evict(self, need_bytes: int) -> None:
+        if need_bytes > 0:
+            self._prefix.evict(need_bytes)
+
+    def _free_written(self) -> None:
+        """Under the engine's lock, which the thread that writes must not wait for."""
+        while self._written:
+            self._engine.cache.free(self._written.popleft())
 
     def close(self) -> None:
         """Write what is queued."""

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from quaff.cache import shelf as shelf_module
-from quaff.cache.shelf import Shelf
+from quaff.cache.shelf import Child, Shelf
 
 
 def name(parent: int, own: int, end: int = 256, kind: str = "block") -> str:
@@ -59,7 +59,8 @@ def test_children_are_those_of_one_parent_the_last_used_first(shelf: Shelf) -> N
         shelf.write(name(parent, own), [b"x"], 100 - i)
     (shelf.path(name(7, 1)).parent / f"{7:032x}-notes.txt").write_text("not ours")
     shelf.touch([name(7, 2), name(9, 9)], 1000)
-    assert shelf.children(f"{7:032x}") == [name(7, 2), name(7, 1), name(7, 4)]
+    assert [c.name for c in shelf.children(f"{7:032x}")] == [name(7, 2), name(7, 1), name(7, 4)]
+    assert shelf.children(f"{8:032x}") == [Child(name(8, 3), f"{3:032x}", 256, place=False)]
     assert shelf.children(f"{9:032x}") == []
 
 

@@ -2,6 +2,7 @@
 
 import logging
 import os
+import shutil
 import threading
 from dataclasses import replace
 from pathlib import Path
@@ -97,8 +98,11 @@ def test_nothing_is_shared_across_keys_salts_and_layouts(tmp_path: Path) -> None
 
 def test_a_layout_that_changed_without_its_key_is_refused_and_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     put(make_store(tmp_path), make_cache(), prompt(100))
+    store = make_store(tmp_path, "float")
+    found = store.find(prompt(101))
     with caplog.at_level(logging.WARNING):
-        assert make_store(tmp_path, "float").find(prompt(101)) is None
+        assert found is not None and restore(store, make_cache("float"), found) is None
+        assert store.find(prompt(101)) is None
     assert len(caplog.records) == 1
     assert "it belongs to another model" in caplog.text
 
@@ -319,3 +323,37 @@ def test_two_stores_write_the_same_prefixes_at_once(tmp_path: Path) -> None:
 def test_a_key_has_a_folder_of_its_own(tmp_path: Path) -> None:
     put(make_store(tmp_path), make_cache(), prompt(10))
     assert [p.name for p in (tmp_path / "v1").iterdir()] == [KEY.hex()[:32]]
+
+
+def test_a_place_is_found_among_any_number_of_conversations_that_begin_alike(tmp_path: Path) -> None:
+    store, cache = make_store(tmp_path, "recurrent"), make_cache("recurrent")
+    tokens = prompt(100)
+    for i in range(90):
+        put(store, cache, [*tokens[: 10 + i % 50], 1000 + i])
+    check(store, "recurrent", [*tokens[:10], 1000, 5], 11)
+    check(store, "recurrent", [*tokens[:17], 1007, 5], 18)
+
+
+def test_nothing_new_needs_no_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store, cache = make_store(tmp_path), make_cache()
+    put(store, cache, prompt(600))
+    usage = shutil.disk_usage("/")
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=0))
+    put(store, cache, prompt(600))
+    assert store.counters.dropped == 0
+    put(store, cache, prompt(600, 1))
+    assert store.counters.dropped == 1
+
+
+def test_a_release_that_fails_does_not_end_the_writing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    store, cache = make_store(tmp_path), make_cache()
+    memory = Memory.of(cache, computed(cache, prompt(100)))
+
+    def fail(sequence: int) -> None:
+        raise RuntimeError("no")
+
+    store.put(prompt(100), memory, fail)
+    assert store.flush(60)
+    assert "could not be given back" in caplog.text
+    put(store, cache, prompt(300))
+    check(store, "full", prompt(301), 300)

@@ -57,6 +57,7 @@ def filled(path: Path, store: Path) -> bytes:
 def pages_held(llm: LLM) -> int:
     """Pages that neither a sequence nor the tree accounts for."""
     llm.engine.sweep()
+    llm.engine.call(disk(llm)._free_written)
     assert llm.engine.prefix is not None
     llm.engine.prefix.clear()
     return sum(llm.engine.cache.pages_in_use) + sum(llm.engine.cache.states.slots_in_use)
