@@ -13,8 +13,6 @@
 namespace quaff {
 namespace {
 
-double now() { return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count(); }
-
 [[noreturn]] void fail(const std::string& path, const std::string& what) { throw SourceError(path + ": " + what); }
 
 int open_direct(const char* path) {
@@ -28,6 +26,8 @@ int open_direct(const char* path) {
 
 } // namespace
 
+double now_seconds() { return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count(); }
+
 std::shared_ptr<uint8_t> sector_memory(size_t bytes) {
     const auto whole = slab_memory(bytes + kSector);
     const auto at = reinterpret_cast<uintptr_t>(whole.get()) % kSector;
@@ -37,18 +37,18 @@ std::shared_ptr<uint8_t> sector_memory(size_t bytes) {
 void BusyClock::start() {
     const std::lock_guard lock(mutex_);
     if (active_++ == 0)
-        since_ = now();
+        since_ = now_seconds();
 }
 
 void BusyClock::stop() {
     const std::lock_guard lock(mutex_);
     if (--active_ == 0)
-        sum_ += now() - since_;
+        sum_ += now_seconds() - since_;
 }
 
 double BusyClock::seconds() const {
     const std::lock_guard lock(mutex_);
-    return sum_ + (active_ ? now() - since_ : 0);
+    return sum_ + (active_ ? now_seconds() - since_ : 0);
 }
 
 WeightFile::WeightFile(std::string path, int64_t bytes, int64_t mtime_ns) : path_(std::move(path)), bytes_(bytes), mtime_ns_(mtime_ns) {

@@ -22,6 +22,8 @@ inline constexpr int64_t sector_end(int64_t at) { return (at + kSector - 1) / kS
 
 std::shared_ptr<uint8_t> sector_memory(size_t bytes); // at a multiple of kSector, not initialised; throws std::bad_alloc
 
+double now_seconds(); // of a clock that never goes back
+
 // Seconds in which at least one of several threads was busy.
 class BusyClock {
 public:

@@ -76,6 +76,9 @@ public:
     void read_rows(const ModelWeight& table, const std::vector<std::pair<int32_t, float*>>& rows);
 
 private:
+    // Experts are loaded in groups of about this size, so that the first ones compute while others are read.
+    static constexpr int64_t kGroupBytes = int64_t{16} << 20;
+
     struct Tensor {
         std::string name;
         std::shared_ptr<ModelWeight> weight;
