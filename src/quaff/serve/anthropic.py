@@ -111,7 +111,7 @@ async def create_message(request: Request) -> Response:
     (result,) = await collect(request, generations)
     parts = await service.blocking(turn.answer, result)
     return JSONResponse(
-        _message(service, [_block(part) for part in parts], usage(result.prompt_tokens, result.cached_tokens, len(result.tokens)))
+        _message(service, [_block(part) for part in parts], _usage(result))
         | _stop(body, result, any(isinstance(part, Call) for part in parts))
     )
 
@@ -244,6 +244,11 @@ def tools_of(body: PromptBody) -> Tools:
 # The answer
 
 
+def _usage(result: Result) -> dict[str, Any]:
+    used: dict[str, Any] = usage(result.prompt_tokens, result.cached_tokens, len(result.tokens))
+    return used | ({"cache_miss_reason": result.cache_miss_reason} if result.cache_miss_reason else {})
+
+
 def usage(prompt_tokens: int, cached_tokens: int, output_tokens: int) -> dict[str, int]:
     """Tokens that were read for this request, and those that were there already: the prompt is the sum of both."""
     return {
@@ -254,7 +259,7 @@ def usage(prompt_tokens: int, cached_tokens: int, output_tokens: int) -> dict[st
     }
 
 
-def _message(service: Service, content: list[dict[str, Any]], used: dict[str, int]) -> dict[str, Any]:
+def _message(service: Service, content: list[dict[str, Any]], used: dict[str, Any]) -> dict[str, Any]:
     return {
         "id": f"msg_{secrets.token_hex(12)}",
         "type": "message",
@@ -310,7 +315,7 @@ async def _events(service: Service, turn: Turn, body: MessagesBody, generation: 
     for event in blocks.close():
         yield event
     if (result := generation.result) is not None:
-        used = usage(result.prompt_tokens, result.cached_tokens, len(result.tokens))
+        used = _usage(result)
         if not begun:
             yield _sse("message_start", message=_message(service, [], used | {"output_tokens": 0}))
         yield _sse("message_delta", delta=_stop(body, result, blocks.called), usage=used)
