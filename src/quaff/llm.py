@@ -42,6 +42,7 @@ from quaff.config import (
 from quaff.engine.disk import DiskTier
 from quaff.engine.embedder import FILE_POOLINGS, Embedder, Pooling
 from quaff.engine.engine import Engine, FinishReason, Request
+from quaff.engine.pace import Policy
 from quaff.engine.reader import Reader
 from quaff.engine.runner import Runner
 from quaff.engine.sampler import SamplingParams, refused
@@ -61,6 +62,8 @@ from quaff.weights.resident import ResidentWeights
 from quaff.weights.sizes import packed_sizes
 from quaff.weights.streamed import StreamedWeights
 
+STREAMED_DRAFTS = 8
+"""Guesses that a pass over streamed weights checks for a sequence: next to what a pass reads they cost nothing."""
 Prompt = str | Sequence[int] | NDArray[np.integer[Any]]
 """A text, or token ids (ints, or a one-dimensional array of integers) that are used as they are."""
 Progress = Callable[[int, int], None]
@@ -490,6 +493,8 @@ class LLM:
         cap = self.plan.prefix_cache_bytes if self.plan is not None else engine_config.prefix_cache_bytes
         prefix = PrefixCache(cache, cap) if cap else None
         self.engine = Engine(runner, cache, order, self.context, self.tokenizer.end_ids, self.plan, prefix)
+        if self.streamed:
+            self.engine.set_policy(Policy(draft_tokens=STREAMED_DRAFTS))
         self.disk: DiskTier | None = None
         if prefix is not None and engine_config.store is not None:
             report = partial(progress, "hashing weights") if progress else None
@@ -596,6 +601,8 @@ class LLM:
             "threads": self.threads,
             "schedule": self.order.name,
             "chunk": self.order.chunk,
+            "memory_bytes": self.plan and self.plan.memory_bytes,
+            "streamed": self.streamed,
         }
 
     def close(self) -> None:

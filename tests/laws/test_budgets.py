@@ -20,6 +20,7 @@ from tests.tiny import CASES, Tiny
 import quaff
 from quaff import LLM, SamplingParams
 from quaff.config import Workload
+from quaff.engine.pace import Policy
 from quaff.errors import CheckpointError, MemoryBudgetError
 from quaff.weights import planner, streamed
 from quaff.weights.plan import Plan
@@ -165,12 +166,26 @@ def test_sequences_share_the_passes_of_generation(folder: Path) -> None:
     path = written(folder, "untied")
     workload = Workload(64, sequences=3, logits_rows=3)
     with loaded(path, least(path, workload), workload) as llm:
+        llm.engine.set_policy(Policy(draft_tokens=0))
         several = llm.generate([prompt(llm.config.vocab, n) for n in (9, 20, 33)], PARAMS)
         assert llm.streaming is not None
         assert (llm.streaming.prefill.passes, llm.streaming.decode.passes) == (1, PARAMS.max_tokens - 1)
     with loaded(path, None) as llm:
         for n, completion in zip((9, 20, 33), several, strict=True):
             assert llm.generate(prompt(llm.config.vocab, n), PARAMS).tokens == completion.tokens
+
+
+def test_a_pass_checks_guesses_of_several_tokens(folder: Path) -> None:
+    """An answer that repeats what came before takes fewer passes than it has tokens, and is the same."""
+    path, params = written(folder, "untied"), SamplingParams(max_tokens=24, ignore_eos=True, logit_bias={7: 60.0})
+    workload = Workload(64, logits_rows=9)
+    tokens = [7] * 20
+    with loaded(path, None) as llm:
+        expected = llm.generate(tokens, params).tokens
+    with loaded(path, least(path, workload), workload) as llm:
+        assert llm.generate(tokens, params).tokens == expected
+        assert llm.streaming is not None
+        assert llm.streaming.decode.passes < params.max_tokens // 2
 
 
 def test_the_peak_grows_by_residual_rows_and_kv_state_alone(folder: Path) -> None:

@@ -32,7 +32,6 @@ class Pool(Protocol):
     def take(self, zeroed: bool = True) -> int: ...
     def give(self, page: int) -> None: ...
     def copy(self, page: int) -> int: ...
-    def array(self, page: int) -> NDArray[np.uint16]: ...
     def view(self, page: int) -> NDArray[np.uint16]: ...
 
 
@@ -478,7 +477,7 @@ class PageCache:
             if begin == end:
                 continue
             first = begin // PAGE
-            pages = [self.pools[k].array(page) for page in s.tables[k].ids[first : pages_for(end)].tolist()]
+            pages = [self.pools[k].view(page) for page in s.tables[k].ids[first : pages_for(end)].tolist()]
             word = np.dtype(f"<u{kind.value_bytes}")
             rows = slice(begin - first * PAGE, end - first * PAGE)
             for layer in range(len(kind.layers)):

@@ -25,12 +25,12 @@ def chat(
     """Talk with a model, a line at a time; an empty line or the end of input leaves."""
     from quaff.config import Workload
     from quaff.engine.sampler import SamplingParams
-    from quaff.llm import load
+    from quaff.llm import STREAMED_DRAFTS, load
 
     params = SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=seed)
     messages = [{"role": "system", "content": argument_text(system, "the text of --system")}] if system else []
     # The prompt that is kept and the answer that goes on from it.
-    workload = Workload(sequences=2, logits_rows=1)
+    workload = Workload(sequences=2, logits_rows=1 + STREAMED_DRAFTS)
     with Bar() as bar, load(model, quantize=quantize, threads=threads, memory=memory, workload=workload, progress=bar.step) as llm:
         if llm.tokenizer.chat_template is None:
             raise PromptError(f"{model} has no chat template; use quaff run")

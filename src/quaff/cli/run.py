@@ -36,12 +36,12 @@ def run(
     """Read a prompt and stream the answer."""
     from quaff.config import Workload
     from quaff.engine.sampler import SamplingParams
-    from quaff.llm import load
+    from quaff.llm import STREAMED_DRAFTS, load
     from quaff.measure.phases import phase_table
 
     text = read_prompt(prompt, file)
     params = SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=seed)
-    workload = Workload(lambda tokenizer: len(prompt_tokens(tokenizer, text, raw)) + max_tokens, logits_rows=1)
+    workload = Workload(lambda tokenizer: len(prompt_tokens(tokenizer, text, raw)) + max_tokens, logits_rows=1 + STREAMED_DRAFTS)
     with (
         Bar() as bar,
         load(

@@ -16,6 +16,9 @@ from quaff.errors import ConfigError, QuaffError, located
 if TYPE_CHECKING:
     from quaff.llm import LLM, LoadProgress
 
+PLANNED_SEQUENCES = 4
+"""A budget leaves room for so many conversations of the planned length at once; more of them wait."""
+
 
 def serve(
     model: Model,
@@ -64,6 +67,7 @@ def serve(
     except ModuleNotFoundError as error:
         raise QuaffError(f"quaff serve needs the package {error.name}: pip install 'quaff[serve]'") from None
     from quaff import hub
+    from quaff.config import Workload
     from quaff.engine.pace import Policy
     from quaff.llm import load
     from quaff.weights.budget import usable_memory_bytes
@@ -98,6 +102,7 @@ def serve(
                 schedule=schedule,
                 context=context,
                 memory=memory,
+                workload=Workload(sequences=PLANNED_SEQUENCES, logits_rows=PLANNED_SEQUENCES * (1 + draft)),
                 prefix_cache_bytes=prefix_bytes,
                 store=folder if folder is not None and prefix_bytes else False,
                 store_cap_bytes=store_bytes,

@@ -44,8 +44,8 @@ class FakePool:
         self.pages[new][:] = self.pages[page]
         return new
 
-    def array(self, page: int) -> NDArray[np.uint16]:
-        return self.pages[page].copy()
+    def view(self, page: int) -> NDArray[np.uint16]:
+        return self.pages[page]
 
 
 def make(windows: tuple[int, ...] = (0,), limit: int | None = None, dim: int = 16) -> PageCache:
