@@ -29,6 +29,8 @@ Message = dict[str, Any]
 
 _CACHED_CHARACTERS = 8 << 20
 _WORTH_CACHING = 200
+MAX_TRIES = 64
+"""Places where the words of a message are looked for: a boundary that is not found costs time in a later turn, nothing else."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,9 +79,10 @@ class Dialogue:
         if template is None:
             raise PromptError("this model has no chat template: it continues plain text; use /v1/completions")
         tools = tools or Tools()
-        checked = [self._as_written(message) for message in check_messages(messages)]
+        checked = [_plainly(message) for message in check_messages(messages)]
+        written = [self._as_written(message) for message in checked]
         first: PromptError | None = None
-        for form in self._forms(checked, tools):
+        for form in self._forms(written, tools) + (self._forms(checked, tools) if written != checked else []):
             try:
                 text = template.render(form, asks, None if self._plain else tools.shown, **(variables or {}))
             except PromptError as error:
@@ -131,21 +134,17 @@ class Dialogue:
     # Messages
 
     def _as_written(self, message: Message) -> Message:
-        """A message with one name for each thing; an assistant's that we wrote, calls included, is the text that was written."""
-        role = "system" if message["role"] == "developer" else message["role"]
-        message = {**message, "role": role}
+        """A message; an assistant's calls that we wrote are the text that was written."""
         calls = message.get("tool_calls")
         if not calls:
-            message.pop("tool_calls", None)
-            return {**message, "content": message.get("content") or ""}
-        check_calls(calls)
+            return message
         reply = self._replies.with_call(str(calls[0].get("id"))) if self.dialect.verbatim else None
         if reply is None:
             return message
         ids = [token for token in reply.ids if token not in self.tokenizer.end_ids]
         text = self.tokenizer.decode(ids, skip_special=False)
         if self._says(text, message.get("content") or "", calls):
-            return {"role": role, "content": text}
+            return {"role": message["role"], "content": text}
         return message
 
     def _says(self, text: str, content: str, calls: Sequence[Mapping[str, Any]]) -> bool:
@@ -273,7 +272,10 @@ def _boundaries(text: str, messages: Sequence[Message], edges: Sequence[tuple[in
     user = next((m for m in reversed(messages) if m["role"] == "user"), messages[-1])
     for content in {_content(user), _content(messages[-1])}:
         start = len(text)
-        while content and (start := text.rfind(content, 0, start + len(content) - 1)) >= 0:
+        for _ in range(MAX_TRIES if content else 0):
+            start = text.rfind(content, 0, start + len(content) - 1)
+            if start < 0:
+                break
             after = bisect_left(characters, start + len(content))
             if after == len(characters):
                 continue
@@ -282,6 +284,15 @@ def _boundaries(text: str, messages: Sequence[Message], edges: Sequence[tuple[in
                 found.add(ids_before[characters[min(after + 1, len(characters) - 1)]])
                 break
     return tuple(sorted(n for n in found if 0 < n < count))
+
+
+def _plainly(message: Message) -> Message:
+    """A message with one name for each thing. PromptError for calls that are none."""
+    role = "system" if message["role"] == "developer" else message["role"]
+    if message.get("tool_calls"):
+        check_calls(message["tool_calls"])
+        return {**message, "role": role}
+    return {**{key: value for key, value in message.items() if key != "tool_calls"}, "role": role, "content": message.get("content") or ""}
 
 
 def _content(message: Message) -> str:

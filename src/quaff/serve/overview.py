@@ -21,7 +21,7 @@ def overview(llm: LLM, settings: Settings, url: str) -> list[str]:
         "prefixes": _prefixes(llm),
         "requests": f"{settings.queue} may wait; {_stalls(llm)}",
         "key": "needed" if settings.api_key is not None else "none",
-        "listening": f"{url}/v1 (chat/completions, completions, messages, responses, models), {url}/health, /metrics, /props",
+        "listening": f"{url}/v1 (chat/completions, completions, messages, responses, embeddings, models), {url}/health, /metrics, /props",
     }
     return [f"{key + ':':<11}{value}" for key, value in rows.items()]
 

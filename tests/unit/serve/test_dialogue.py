@@ -356,3 +356,19 @@ def test_json_of_tools_in_plain_words_is_json() -> None:
     text = dialogue().prompt(said("hi"), TOOLS).text
     lines = text[text.index("<tools>\n") + 8 : text.index("\n</tools>")].splitlines()
     assert [json.loads(line)["name"] for line in lines] == ["f"]
+
+
+def test_a_template_that_wants_its_calls_gets_them() -> None:
+    whose = "{% if m.role == 'tool' and not messages[loop.index0 - 1].tool_calls %}{{ raise_exception('whose?') }}{% endif %}"
+    strict = HERMES.replace("{% for m in messages %}<|im", "{% for m in messages %}" + whose + "<|im")
+    d = dialogue(strict)
+    first = d.prompt(said("hi"), TOOLS)
+    d.keep(first, (*letters_of(d, '<tool_call>{"name": "f", "arguments": {}}</tool_call>'), d.tokenizer.vocabulary.ids[END]), "call_1")
+    text = d.prompt([*said("hi"), call({}), {"role": "tool", "content": "1", "tool_call_id": "call_1"}], TOOLS).text
+    assert '<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>' in text
+
+
+def test_words_that_are_everywhere_do_not_take_long() -> None:
+    d = dialogue()
+    prompt = d.prompt([{"role": "system", "content": "a" * 300_000}, *said("a" * 100_000, "a" * 100_000, "a")])
+    assert prompt.boundaries
