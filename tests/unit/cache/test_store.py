@@ -4,6 +4,7 @@ import logging
 import os
 import shutil
 import threading
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -240,7 +241,13 @@ def test_what_is_queued_can_be_given_up_and_what_is_being_written_after_one_file
     for i in range(5):
         store.put(tokens, replace(memory, sequence=i), released.append)
     began.wait(60)
-    threading.Timer(0.05, go.set).start()
+
+    def finish_one_file() -> None:
+        while not store._stopping:
+            time.sleep(0.001)
+        go.set()
+
+    threading.Thread(target=finish_one_file).start()
     assert sorted(store.abandon()) == list(range(5))
     assert store.flush(60)
     assert released == []

@@ -180,15 +180,23 @@ def test_memory_that_waits_for_the_disk_is_there_for_requests(path: Path, store:
     with load(path, store) as llm:
         read(llm, TOKENS)
         assert disk(llm).store.flush(60)
-        go = threading.Event()
-        fsync = os.fsync
+        go, fsync, abandon = threading.Event(), os.fsync, disk(llm).store.abandon
+
+        def abandon_slowly() -> list[int]:
+            """The disk gets on with one file when it is given up, and not before."""
+            timer = threading.Timer(0.05, go.set)
+            timer.start()
+            given_up = abandon()
+            timer.join()
+            go.clear()
+            return given_up
+
         monkeypatch.setattr(os, "fsync", lambda fd: (go.wait(60), fsync(fd)))
+        monkeypatch.setattr(disk(llm).store, "abandon", abandon_slowly)
         llm.accountant.limit_bytes = llm.accountant.peak_bytes + 20_000  # enough for one prompt, not for what two have left
         for seed in range(4):
-            threading.Timer(0.05, go.set).start()
             with llm.prefill(prompt(300, 700, 10 + seed)).state as state:
                 assert state.kv_sha256()
-            go.clear()
         go.set()
         assert disk(llm).store.flush(60)
         assert disk(llm).store.counters.dropped
