@@ -17,7 +17,7 @@ needs = $(PY) -c "import sys, tomllib; t = tomllib.load(open('pyproject.toml', '
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup run test test-models lint format bits bits-arm sanitize bench bench-peers guard sz clean
+.PHONY: help setup run serve test test-models lint format bits bits-arm sanitize bench bench-peers guard sz clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | awk -F'\t' '{ printf "  make %-12s %s\n", $$1, $$2 }'
@@ -27,6 +27,9 @@ setup: $(READY) ## make .venv with everything a user needs and build the native 
 run: $(READY) ## fetch SmolLM2, read a prompt of 2,000 tokens, answer it
 	$(BIN)/quaff pull smollm2
 	$(BIN)/quaff run smollm2 --file examples/waterworks.md --max-tokens 48
+
+serve: $(VENV)/.serve ## serve MODEL on localhost:8080, with the APIs of OpenAI and Anthropic
+	$(BIN)/quaff serve $(MODEL) $(ARGS)
 
 test: $(VENV)/.test ## environment, build and all fast tests
 	$(PY) -m pytest --numprocesses $(JOBS) -m "not models" --ignore=tests/models

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from tests.tiny import CASES
 from tests.unit.serve.conftest import Live, serving
+from tests.unit.serve.holding import held, post, until
 
 from quaff import SamplingParams
 from quaff.serve.settings import Settings
@@ -58,6 +59,23 @@ def test_a_conversation_goes_on_where_its_last_prompt_ended(kind: Live) -> None:
         cached = reply.usage.prompt_tokens_details.cached_tokens
         assert before - 1 <= cached < reply.usage.prompt_tokens
         assert reply.choices[0].message.content == kind.llm.chat(messages, SamplingParams(max_tokens=4)).text
+
+
+def test_what_was_read_for_a_client_that_left_is_kept_for_its_retry(kind: Live) -> None:
+    """Client gone (ds4 333): the finished prefix is kept, whatever the layers, and the retry resumes."""
+    prompt = "gone " * 90
+    with held(kind, first=3) as hold:
+        sock = post(kind, "/v1/completions", {"prompt": prompt})
+        until(lambda: hold.steps == 3)
+        (request,) = kind.llm.engine._requests.values()
+        sock.close()
+        until(lambda: request.cancelled)
+        hold.let_go()
+        until(lambda: request.done)
+    assert 2 * kind.llm.chunk <= request.computed < request.prompt_tokens
+    reply = ask(kind, prompt)
+    assert reply["usage"]["prompt_tokens_details"]["cached_tokens"] == request.computed
+    assert reply["choices"][0]["text"] == kind.llm.generate(prompt, SamplingParams(max_tokens=6)).text
 
 
 def test_a_salt_keeps_caches_apart(kind: Live) -> None:

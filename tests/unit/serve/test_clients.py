@@ -5,11 +5,9 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
-import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from pathlib import Path
 
 import httpx
@@ -17,6 +15,7 @@ import openai
 import pytest
 import uvicorn
 from tests.unit.serve.conftest import WAIT_SECONDS, Live, serving
+from tests.unit.serve.holding import held, post, until
 from uvicorn.server import ServerState
 
 from quaff import SamplingParams
@@ -31,81 +30,31 @@ LONG = [{"role": "user", "content": "word " * 500}]
 
 @pytest.fixture(scope="module")
 def quick(tiny: Path) -> Iterator[Live]:
-    with serving(tiny, QUICK) as live:
+    with serving(tiny, QUICK, prefix_cache_bytes=8 << 20) as live:
         yield live
-
-
-def until(ready: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + WAIT_SECONDS
-    while not ready():
-        assert time.monotonic() < deadline, "it never happened"
-        time.sleep(0.005)
-
-
-class Hold:
-    """Steps of a model wait while it is closed. `steps` have begun."""
-
-    def __init__(self) -> None:
-        self.steps = 0
-        self._open = threading.Event()
-
-    def step(self) -> None:
-        self.steps += 1
-        assert self._open.wait(WAIT_SECONDS)
-
-    def let_go(self) -> None:
-        self._open.set()
-
-
-@contextmanager
-def held(live: Live) -> Iterator[Hold]:
-    """Every step waits at its beginning until `let_go`."""
-    runner, loop = live.llm.engine.runner, live.service.loop
-    run, hold = runner.run, Hold()
-
-    def slow(*args: object, **kwargs: object) -> object:
-        hold.step()
-        return run(*args, **kwargs)
-
-    runner.run = slow
-    try:
-        yield hold
-    finally:
-        hold.let_go()
-        until(lambda: loop.running == 0)
-        runner.run = run
-
-
-def post(live: Live, path: str, body: dict) -> socket.socket:
-    """A connection on which a request has been sent and nothing has been read."""
-    data = json.dumps(body).encode()
-    head = f"POST {path} HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\nContent-Length: {len(data)}\r\n\r\n"
-    sock = socket.create_connection(live.address, timeout=WAIT_SECONDS)
-    sock.sendall(head.encode() + data)
-    return sock
 
 
 # client gone
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_client_gone_is_noticed_within_one_chunk_and_the_retry_is_answered(quick: Live, stream: bool) -> None:
-    """Client gone (ds4 333): a prefill that nobody waits for ends, and the retry is answered."""
-    loop, counters = quick.service.loop, quick.llm.counters
-    with held(quick) as hold:
-        sock = post(quick, "/v1/chat/completions", {"messages": LONG, "stream": stream})
-        until(lambda: hold.steps == 1)
-        request = next(iter(quick.llm.engine._requests.values()))
+def test_client_gone_is_noticed_within_one_chunk_and_the_retry_goes_on_from_there(quick: Live, stream: bool) -> None:
+    """Client gone (ds4 333): a prefill that nobody waits for ends, what was read is kept, and the retry resumes."""
+    messages = [{"role": "user", "content": f"{stream} " * 100}]
+    with held(quick, first=3) as hold:
+        sock = post(quick, "/v1/chat/completions", {"messages": messages, "stream": stream})
+        until(lambda: hold.steps == 3)
+        (request,) = quick.llm.engine._requests.values()
         sock.close()
         until(lambda: request.cancelled)
         hold.let_go()
         until(lambda: request.done)
-        assert hold.steps == 1 and request.finish_reason == "cancelled"
-        assert request.computed <= quick.llm.chunk
-    assert loop.running == loop.waiting == 0
-    assert (quick.llm.counters - counters).head_rows == 0
-    reply = quick.client.chat.completions.create(model="tiny", messages=LONG, seed=1, temperature=0, max_tokens=5)
-    assert reply.choices[0].message.content == quick.llm.chat(LONG, SamplingParams(max_tokens=5)).text
+        assert hold.steps == 3 and request.finish_reason == "cancelled"
+        kept = request.computed
+        assert request.cached_tokens + 2 * quick.llm.chunk <= kept < request.prompt_tokens
+    reply = quick.client.chat.completions.create(model="tiny", messages=messages, temperature=0, max_tokens=5)
+    assert reply.usage.prompt_tokens_details.cached_tokens == kept
+    assert reply.choices[0].message.content == quick.llm.chat(messages, SamplingParams(max_tokens=5)).text
 
 
 def test_a_client_that_leaves_a_stream_ends_it(quick: Live) -> None:
