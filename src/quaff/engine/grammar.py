@@ -136,9 +136,9 @@ class _Words:
         return self._tokenizer.encode(text.decode() if isinstance(text, bytes) else text, add_special=False)
 
 
-def json_rule(schema: Mapping[str, Any]) -> str:
-    """The body of a rule for the values that a JSON schema describes."""
-    return "%json " + json.dumps({**schema, "x-guidance": JSON_FORM})
+def json_rule(schema: Mapping[str, Any], lenient: bool = False) -> str:
+    """The body of a rule for the values that a JSON schema describes; `lenient`: as far as a grammar can say it, else it is refused."""
+    return "%json " + json.dumps({**schema, "x-guidance": JSON_FORM | ({"lenient": True, "coerce_one_of": True} if lenient else {})})
 
 
 def regex_rule(pattern: str) -> str:

@@ -80,7 +80,7 @@ def headed(before: str, after: str, open: str, close: str) -> Demand:
         rules.append("call: " + " | ".join(f"call_{i}" for i in range(len(w.tools))))
         for i, (name, schema) in enumerate(w.tools):
             rules.append(f"call_{i}: {_around(w, before.replace('{name}', name), f'arguments_{i}', after)}")
-            rules.append(f"arguments_{i}: {json_rule(_object(schema))}")
+            rules.append(f"arguments_{i}: {_json(_object(schema))}")
         return "\n".join(rules) + "\n"
 
     return write
@@ -101,14 +101,14 @@ def tagged(w: Writer) -> str:
 def python(w: Writer) -> str:
     """LFM2's form: see `calls.python_calls`."""
     start = _around(w, "<|tool_call_start|>[", w.repeated("call", ", "), "]<|tool_call_end|>")
-    return f"calls: {start}\n" + _fielded(w, ("{name}(", ")"), ("{key}=", ""), lambda w, schema: json_rule(schema), comma=", ")
+    return f"calls: {start}\n" + _fielded(w, ("{name}(", ")"), ("{key}=", ""), lambda w, schema: _json(schema), comma=", ")
 
 
 def braced(before: str, after: str, quote: str) -> Demand:
     """Gemma 4's form: see `calls.braced_calls`."""
 
     def value(w: Writer, schema: Mapping[str, Any]) -> str:
-        return f"{w.text(quote)} /[^<]*/ {w.text(quote)}" if schema.get("type") == "string" else json_rule(schema)
+        return f"{w.text(quote)} /[^<]*/ {w.text(quote)}" if schema.get("type") == "string" else _json(schema)
 
     def write(w: Writer) -> str:
         around = (before + "call:{name}{", "}" + after)
@@ -140,9 +140,14 @@ def _fielded(
     return "\n".join(rules) + "\n"
 
 
+def _json(schema: Mapping[str, Any]) -> str:
+    """Tools bring schemas of all kinds, with words that no grammar can keep: a call is better than none."""
+    return json_rule(schema, lenient=True)
+
+
 def _plain_value(w: Writer, schema: Mapping[str, Any]) -> str:
     """A string as it is, anything else in JSON."""
-    return "/[^<]*/" if schema.get("type") == "string" else json_rule(schema)
+    return "/[^<]*/" if schema.get("type") == "string" else _json(schema)
 
 
 def _around(w: Writer, before: str, rule: str, after: str) -> str:
@@ -161,7 +166,7 @@ def _objects(w: Writer, arguments: str) -> str:
             "required": ["name", arguments],
             "additionalProperties": False,
         }
-        rules.append(f"object_{i}: {json_rule(call | shared)}")
+        rules.append(f"object_{i}: {_json(call | shared)}")
     return "\n".join(rules) + "\n"
 
 

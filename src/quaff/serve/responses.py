@@ -215,12 +215,16 @@ def _ended(result: Result, output: list[dict[str, Any]], reasoning_tokens: int) 
         "output": output,
         "usage": {
             "input_tokens": result.prompt_tokens,
-            "input_tokens_details": {"cached_tokens": result.cached_tokens, "cache_write_tokens": 0},
+            "input_tokens_details": {"cached_tokens": result.cached_tokens, "cache_write_tokens": 0, **_miss(result)},
             "output_tokens": len(result.tokens),
             "output_tokens_details": {"reasoning_tokens": min(reasoning_tokens, len(result.tokens))},
             "total_tokens": result.prompt_tokens + len(result.tokens),
         },
     }
+
+
+def _miss(result: Result) -> dict[str, str]:
+    return {"cache_miss_reason": result.cache_miss_reason} if result.cache_miss_reason else {}
 
 
 def _status(result: Result) -> str:

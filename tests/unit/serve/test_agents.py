@@ -76,3 +76,31 @@ def test_calls_come_back_as_they_were_written(kind: str, tmp_path: Path) -> None
         turns(call, range(3))
     with server(path, store) as call:
         turns(call, range(3, 5))
+
+
+DROPS_REASONING = (
+    "{% set ns = namespace(last=-1) %}"
+    "{% for m in messages %}{% if m.role == 'user' %}{% set ns.last = loop.index0 %}{% endif %}{% endfor %}"
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n"
+    "{% if m.reasoning_content and loop.index0 > ns.last %}<think>\n{{ m.reasoning_content }}\n</think>\n\n{% endif %}"
+    "{{ m.content }}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n<think>\n{% endif %}"
+)
+
+
+@pytest.mark.parametrize("kind", ["llama-gqa", "gemma3", "lfm2", "qwen35", "kimi-linear"])
+def test_reasoning_that_the_template_drops(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next prompt parts from the last one behind the user's question: all up to there is found, in models that cannot go back too."""
+    monkeypatch.setattr("tests.tiny.CHAT_TEMPLATE", DROPS_REASONING)
+    messages: list[Any] = []
+    asked = 0
+    with server(CASES[kind].write(tmp_path / "tiny.gguf")) as call:
+        for n in range(4):
+            messages.append({"role": "user", "content": RESULT.format(n)})
+            reply = ask(call, messages, n, max_tokens=12)
+            (thought,) = reply["content"]
+            assert thought["type"] == "thinking"
+            assert reply["usage"]["cache_read_input_tokens"] >= asked
+            # All but the mark after the question and the start of the answer.
+            start = call.post("/tokenize", {"content": "\n<|im_start|>assistant\n<think>\n", "add_special": False}).json["count"]
+            asked = prompt_tokens(reply) - start
+            messages.append({"role": "assistant", "content": [thought, {"type": "text", "text": "So."}]})

@@ -92,3 +92,20 @@ def test_references_of_a_schema_reach_its_definitions() -> None:
     for token in tokenizer.encode('<tool_call>\n{"name": "f2", "arguments": {"p": 2}}\n</tool_call>', False, True):
         assert constraint.allowed()[token]
         constraint.accept(token)
+
+
+def test_words_that_no_grammar_can_keep_do_not_spoil_a_call() -> None:
+    tokenizer = tokenizer_of(d.HERMES, special=True)
+    schema = {
+        "$schema": "http://json-schema.org/draft-07/schema#",
+        "type": "object",
+        "properties": {"p": {"oneOf": [{"enum": [1]}, {"enum": [2]}], "title": "P", "default": 1}},
+        "required": ["p"],
+        "propertyNames": {"pattern": "^p$"},
+    }
+    assert d.HERMES.demand is not None
+    grammar = Grammars(tokenizer, tokenizer.vocab_size).lark("start: calls\n" + d.HERMES.demand(Writer(tokenizer, [("f", schema)])))
+    constraint = grammar.start()
+    for token in tokenizer.encode('<tool_call>\n{"name": "f", "arguments": {"p": 2}}\n</tool_call>', False, True):
+        assert constraint.allowed()[token]
+        constraint.accept(token)
