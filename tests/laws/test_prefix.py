@@ -234,6 +234,30 @@ def test_what_is_cached_gives_way_to_requests_that_need_the_memory(llm: LLM) -> 
         accountant.limit_bytes = before
 
 
+def test_those_that_give_way_begin_again_from_what_is_left_of_them(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_module, "AHEAD_TOKENS", 16)
+    llm.configure(chunk=32)
+    cache, accountant = llm.engine.cache, llm.accountant
+    prompts = [prompt(llm.config.vocab, 60 + 10 * i, seed=i) for i in range(3)]
+    expected = [ask(llm, tokens, generate=120) for tokens in prompts]
+    tree(llm).clear()
+    before, gave_way, logits = accountant.limit_bytes, llm.engine.preemptions, [dict[int, bytes]() for _ in prompts]
+    # Room for the prompts of all, not for their answers.
+    room = cache.peak_bytes(100, 32) + cache.snapshot_bytes(100)
+    accountant.limit_bytes = accountant.total_bytes + 3 * room
+    try:
+        requests = [submit(llm, tokens, rows, "a", generate=120) for tokens, rows in zip(prompts, logits, strict=True)]
+        outcomes = [finish(llm, request, rows) for request, rows in zip(requests, logits, strict=True)]
+    finally:
+        accountant.limit_bytes = before
+    assert all(a.same_bits(b) for a, b in zip(outcomes, expected, strict=True))
+    # Windows and states do not grow with the answer.
+    assert llm.engine.preemptions > gave_way or not tree(llm).anywhere
+    assert all(outcome.cached == 0 for outcome in outcomes), "what a request computed itself is not cached for it"
+    monkeypatch.undo()
+    llm.configure(chunk=64)
+
+
 def test_a_cancelled_prompt_resumes_where_it_was(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """Client gone (ds4 333): the finished prefix is kept, and the retry goes on from there."""
     monkeypatch.setattr(engine_module, "BLOCK_ROWS", {"token": 64, "chunk": 64, "layer": 64})

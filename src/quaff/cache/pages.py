@@ -249,8 +249,7 @@ class PageCache:
             elif table.reserved:
                 need = table.reserved - table.pages + len(self._shared_tail(k, s))
             short.append(max(0, need - table.credit))
-        if any(short):
-            self.accountant.take(sum(n * pool.page_bytes for n, pool in zip(short, self.pools, strict=True)), what)
+        self.accountant.take(sum(n * pool.page_bytes for n, pool in zip(short, self.pools, strict=True)), what)
         for n, table in zip(short, s.tables, strict=True):
             table.credit += n
 

@@ -530,6 +530,9 @@ class Engine:
             try:
                 self._reserve(request)
             except MemoryBudgetError as error:
+                if self._detach(request):
+                    self._waiting.appendleft(request)
+                    continue
                 # Memory comes back when a running request ends; alone, a request that does not fit never will.
                 if len(self._scheduler):
                     self._waiting.appendleft(request)
@@ -561,6 +564,15 @@ class Engine:
         for place in request.boundaries if prefix is not None else ():
             if place >= request.computed:
                 self.cache.snapshot(request.sequence, place)
+
+    def _detach(self, but: Request) -> bool:
+        """Let go of the cached prefixes that waiting requests hold on to, but for one of them: they look again when they are next."""
+        waiting = [r for r in self._requests.values() if r.sequence and r.version >= 0 and not r.admitted and r is not but]
+        for request in waiting:
+            self.cache.free(request.sequence)
+            request.sequence = request.computed = 0
+            request.version, request.leader = -1, None
+        return bool(waiting)
 
     def _reserve(self, request: Request) -> None:
         """Count the memory of the tokens that a request has and of some more; alone, it gets what fits.
@@ -596,6 +608,8 @@ class Engine:
                 try:
                     self._reserve(request)
                 except MemoryBudgetError:
+                    if self._detach(request):
+                        continue
                     last = max((r for r in self._requests.values() if r.admitted), key=lambda r: r.id)
                     if len(self._scheduler) == 1:
                         self._finish(request, "length")

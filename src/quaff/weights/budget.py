@@ -104,6 +104,8 @@ class Accountant:
 
     def take(self, n: int, what: str) -> None:
         """Count `n` more bytes, or raise MemoryBudgetError with the sum that does not fit and leave the count as it was."""
+        if not n:
+            return  # what was found may be over the limit already, and nothing is asked for
         if self.limit_bytes is not None and self.reclaim is not None and not self.fits(n):
             self.reclaim(self.total_bytes + n - self.limit_bytes)
         if not self.fits(n):

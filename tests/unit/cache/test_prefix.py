@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Sequence
 
 import pytest
@@ -193,6 +195,56 @@ def test_the_budget_of_the_pages_comes_before_the_cache() -> None:
     for sequence in (s, t, used.sequence):
         cache.free(sequence)
     check(prefix)
+
+
+RSS = """
+import sys
+from quaff import _native
+from quaff.cache.pages import PageCache
+from quaff.cache.prefix import PrefixCache
+from quaff.graph.program import KVKind, StateKind
+from quaff.weights.budget import Accountant
+
+kinds, states = (KVKind("full", tuple(range(8)), 4, 64, 64, 0),), (StateKind("delta", tuple(range(8)), 32768),)
+pools = [_native.PagePool(8, 4, 64, 64, 2)]
+cache = PageCache(kinds, pools, Accountant(), states, [_native.StatePool(8, 32768)])
+prefix = PrefixCache(cache, int(sys.argv[1]) << 20)
+
+
+def resident() -> int:
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * 4096
+
+
+peaks = []
+for i in range(90):
+    s = cache.create()
+    cache.snapshot(s, 200)
+    for end in (250, 320):
+        cache.grow(s, end)
+        for slots in cache.states.tables(s):
+            for slot in slots[2::2]:
+                cache.states.pools[0].view(int(slot))[:] = i
+        cache.commit(s, end)
+    prefix.publish(s, [i] * 320)
+    assert prefix.used_bytes <= prefix.cap_bytes
+    cache.free(s)
+    peaks.append(resident())
+print(prefix.counters.evicted_bytes, peaks[0], max(peaks[:30]), max(peaks))
+"""
+
+
+def test_memory_stays_flat_at_the_cap() -> None:
+    """Cap ignored (ik_llama.cpp 2320): 8 GiB allowed, 222 GB used. Here 16 MiB are, and 300 MB come by."""
+    result = subprocess.run([sys.executable, "-c", RSS, "16"], capture_output=True, text=True, check=True)
+    evicted, first, settled, most = map(int, result.stdout.split())
+    assert evicted > 200 << 20
+    assert settled - first < (16 + 16) << 20 and most - settled < 2 << 20
+    # Control: without a cap in the way the same prompts take all they need.
+    *_, first, _, most = map(
+        int, subprocess.run([sys.executable, "-c", RSS, "2000"], capture_output=True, text=True, check=True).stdout.split()
+    )
+    assert most - first > 200 << 20
 
 
 def test_salts_are_apart() -> None:
