@@ -257,7 +257,7 @@ class Store:
 
     # Writing behind
 
-    def put(self, tokens: Sequence[int], memory: Memory, release: Callable[[int], None], salt: str = "") -> None:
+    def put(self, tokens: Sequence[int] | Tokens, memory: Memory, release: Callable[[int], None], salt: str = "") -> None:
         """Queue a prefix that is all positions of the sequence of `memory`, which must not change until it is written: then `release` gets
         the sequence, once, in any thread.
 

@@ -8,6 +8,8 @@ from collections import deque
 from collections.abc import Sequence
 from functools import partial
 
+import numpy as np
+
 from quaff.batch import PAGE
 from quaff.cache.memory import Memory
 from quaff.cache.prefix import PrefixCache
@@ -92,12 +94,12 @@ class DiskTier:
         self._free_written()
         if self._restoring:
             return
-        cache = self._engine.cache
+        cache, ids = self._engine.cache, np.array(tokens, dtype=np.int32)
         for end in (len(tokens),) if self.store.layout.anywhere else cache.places(sequence):
             if end < WORTH_TOKENS:
                 continue
             twin = cache.fork(sequence, end)
-            self.store.put(tokens[:end], Memory.of(cache, twin), self._written.append, salt)
+            self.store.put(ids[:end], Memory.of(cache, twin), self._written.append, salt)
 
     def _reclaim(self, need_bytes: int) -> None:
         """Memory is short: the tree gives way, and where what waits to be written holds its pages, that is given up first."""
