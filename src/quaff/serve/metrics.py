@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
+
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, generate_latest
 
 from quaff.engine.engine import Request
@@ -14,12 +17,27 @@ SECONDS = (0.001, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 3
 TOKENS = (1, 10, 50, 100, 500, 1000, 2000, 5000, 10_000, 20_000, 50_000, 100_000, 200_000)
 
 
+@dataclass(slots=True)
+class _Followed:
+    """A counter of something that is counted elsewhere; `seen` of it is in the counter."""
+
+    counter: Counter
+    read: Callable[[], int]
+    seen: int = 0
+
+    def catch_up(self) -> None:
+        now = self.read()
+        self.counter.inc(max(0, now - self.seen))
+        self.seen = now
+
+
 class Metrics:
     """The metrics of one server, in a registry of its own. Every series has the label `model_name`."""
 
     def __init__(self, model: str) -> None:
         self._registry = CollectorRegistry()
         self._model = model
+        self._followed: list[_Followed] = []
         ProcessCollector(registry=self._registry)
         self._running = self._gauge("num_requests_running", "Requests that have been admitted")
         self._waiting = self._gauge("num_requests_waiting", "Requests that wait to be admitted")
@@ -29,8 +47,9 @@ class Metrics:
         self._hits = self._counter("prefix_cache_hits", "Prompt tokens found in the prefix cache")
         self._prompt = self._counter("prompt_tokens", "Prompt tokens, cached ones included")
         self._generated = self._counter("generation_tokens", "Generated tokens")
-        self._restored = self._gauge("disk_cache_restored_tokens", "Prompt tokens brought back from the disk tier")
-        self._written = self._gauge("disk_cache_written_bytes", "Bytes written to the disk tier")
+        self._restored = self._counter("disk_cache_restored_tokens", "Prompt tokens brought back from the disk tier")
+        self._written = self._counter("disk_cache_written_bytes", "Bytes written to the disk tier")
+        self._preemptions = self._counter("num_preemptions", "Requests that gave their memory to others for a while")
         self._drafted = self._counter("spec_decode_num_draft_tokens", "Tokens that speculation proposed")
         self._accepted = self._counter("spec_decode_num_accepted_tokens", "Proposed tokens that were the model's")
         self._ended = Counter(
@@ -61,9 +80,10 @@ class Metrics:
         self._running.set_function(lambda: loop.running)
         self._waiting.set_function(lambda: loop.waiting)
         self._memory.set_function(lambda: accountant.total_bytes)
+        self._followed.append(_Followed(self._preemptions, lambda: llm.engine.preemptions))
         if (disk := llm.disk) is not None:
-            self._restored.set_function(lambda: disk.store.counters.restored_tokens)
-            self._written.set_function(lambda: disk.store.counters.bytes_written)
+            self._followed.append(_Followed(self._restored, lambda: disk.store.counters.restored_tokens))
+            self._followed.append(_Followed(self._written, lambda: disk.store.counters.bytes_written))
         room = (accountant.limit_bytes or 0) - weights
         self._kv_usage.set_function(lambda: (accountant.total_bytes - weights) / room if room > 0 else 0.0)
 
@@ -88,6 +108,8 @@ class Metrics:
 
     def render(self) -> bytes:
         """All metrics in the Prometheus text format."""
+        for followed in self._followed:
+            followed.catch_up()
         return generate_latest(self._registry)
 
     def _count_end(self, request: Request, first_at: float) -> None:

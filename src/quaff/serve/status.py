@@ -55,9 +55,13 @@ async def props(request: Request) -> Response:
 
 
 def determinism(llm: LLM) -> dict[str, Any]:
-    """Equal `bits` and token ids give equal logits; `free` values and neighbours never change one."""
+    """Equal `bits` and token ids give equal logits; `free` values and neighbours never change one.
+
+    `key` is that of the disk tier (cache/bits_key.py), SHA-256 in hex, which covers the weights too; None without a store.
+    """
     return {
         "bits": {
+            "key": None if llm.disk is None else llm.disk.store.key.hex(),
             "numerics_version": _native.NUMERICS_VERSION,
             "activations": llm.engine_config.activations,
             "kv_dtype": llm.engine_config.kv_dtype,
@@ -70,6 +74,6 @@ def determinism(llm: LLM) -> dict[str, Any]:
 
 
 def fingerprint(llm: LLM) -> str:
-    """`system_fingerprint` of replies: changes when the same prompt and seed may give another answer."""
+    """`system_fingerprint` of replies: another one where the same prompt and seed may give another answer."""
     bits = determinism(llm)["bits"]
-    return "-".join(["quaff", *(str(v) for v in bits.values() if v is not None)])
+    return f"quaff-{bits['key'][:16]}" if bits["key"] else "-".join(["quaff", *(str(v) for v in bits.values() if v is not None)])

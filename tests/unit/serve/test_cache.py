@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
+import httpx
 import pytest
 from tests.tiny import CASES
 from tests.unit.serve.conftest import Live, serving
@@ -94,11 +96,18 @@ def test_a_miss_names_the_first_text_that_differs(live: Live) -> None:
 
 
 def test_a_prompt_is_found_again_after_a_restart(tiny: Path, tmp_path: Path) -> None:
-    def replies() -> list[dict]:
+    def run() -> tuple[list[dict], str, float]:
+        """Replies under two salts, the key of the bits, and tokens that the disk tier says it brought back."""
         with serving(tiny, Settings("tiny"), prefix_cache_bytes=8 << 20, store=tmp_path) as live:
-            return [ask(live, TEXT, logprobs=2, salt="s"), ask(live, TEXT, logprobs=2, salt="other")]
+            replies = [ask(live, TEXT, logprobs=2, salt=salt) for salt in ("one", "other")]
+            key = httpx.get(f"{live.url}/props").json()["determinism"]["bits"]["key"]
+            restored = re.search(r"^quaff:disk_cache_restored_tokens_total.* (\S+)$", httpx.get(f"{live.url}/metrics").text, re.MULTILINE)
+            assert restored is not None
+            return replies, key, float(restored[1])
 
-    (cold, _), (warm, other) = replies(), replies()
-    assert warm["choices"] == cold["choices"] == other["choices"]
-    assert cold["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
-    assert warm["usage"]["prompt_tokens_details"]["cached_tokens"] == warm["usage"]["prompt_tokens"] - 1
+    (cold, key, nothing), (warm, same_key, restored) = run(), run()
+    assert key == same_key and len(bytes.fromhex(key)) == 32 and warm[0]["system_fingerprint"] == f"quaff-{key[:16]}"
+    assert [r["choices"] for r in warm] == [r["choices"] for r in cold] and cold[0]["choices"] == cold[1]["choices"]
+    length = cold[0]["usage"]["prompt_tokens"]
+    assert [r["usage"]["prompt_tokens_details"]["cached_tokens"] for r in cold + warm] == [0, 0, length - 1, length - 1]
+    assert (nothing, restored) == (0, 2 * (length - 1))
