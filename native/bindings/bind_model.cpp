@@ -1,4 +1,5 @@
 #include "bindings.h"
+#include "pack/mapping.h"
 #include "runtime/step.h"
 
 #include <nanobind/stl/optional.h>
@@ -60,6 +61,15 @@ void bind_weight(nb::module_& m) {
             return array;
         },
         "ggml_type"_a, "data"_a, "rows"_a, "cols"_a, "threads"_a = 1);
+    nb::class_<MappedFile>(m, "MappedFile")
+        .def(nb::init<int, int64_t>(), "fd"_a, "nbytes"_a)
+        .def("array",
+             [](nb::handle_t<MappedFile> self) { // the file stays mapped as long as the array lives
+                 const auto& file = nb::cast<const MappedFile&>(self);
+                 return nb::ndarray<nb::numpy, const uint8_t>(file.data(), {static_cast<size_t>(file.size())}, self);
+             })
+        .def_prop_ro("moved_bytes", &MappedFile::moved_bytes)
+        .def("wait", &MappedFile::wait, nb::call_guard<nb::gil_scoped_release>());
     nb::class_<ModelWeight>(m, "Weight")
         .def(
             "__init__",

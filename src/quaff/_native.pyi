@@ -27,6 +27,15 @@ def measure_cache(threads: int, kilobytes: int, seconds: float) -> float: ...  #
 def packed_bytes(ggml_type: int, rows: int, cols: int) -> int: ...  # nbytes of such a Weight, before there is one
 def pack_panels(ggml_type: int, data: U8, rows: int, cols: int, threads: int = 1) -> U8: ...  # [packed_bytes]; what is unused is zero
 
+class MappedFile:
+    """The first `nbytes` bytes of an open file, mapped; a thread moves them into huge pages meanwhile. RuntimeError when they cannot be."""
+
+    def __init__(self, fd: int, nbytes: int) -> None: ...
+    def array(self) -> U8: ...  # [nbytes], read-only, at a multiple of 2 MiB
+    @property
+    def moved_bytes(self) -> int: ...
+    def wait(self) -> None: ...  # until all of it has moved, or cannot
+
 class Weight:
     """A packed 2-D weight, or a float vector (rows == 1, kept as f32)."""
 

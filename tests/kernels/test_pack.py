@@ -224,6 +224,14 @@ def test_panels_can_be_read_from_a_file_and_viewed_where_they_lie(kind: Type, tm
     assert weight.dequantize().tobytes() == expected, "panels live as long as the weight"
 
 
+def test_a_view_is_no_copy() -> None:
+    panels = aligned(pack_panels(8, random_blocks(Type.Q8_0, 16, 32, np.random.default_rng(0)).reshape(-1), 16, 32))
+    weight = Weight.view(8, panels, 0, 0, 16, 32)
+    before = weight.dequantize()
+    panels[0] ^= 1
+    assert weight.dequantize().tobytes() != before.tobytes()
+
+
 def aligned(panels: U8) -> U8:
     """A copy that begins at a multiple of 64 bytes."""
     memory = np.empty(panels.size + 64, np.uint8)

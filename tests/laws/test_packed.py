@@ -14,6 +14,7 @@ from quaff.graph.builder import build_graph
 from quaff.models import read_model
 from quaff.schedule import Order
 from quaff.weights.packing import write_packed
+from quaff.weights.resident import ResidentWeights
 from quaff.weights.streamed import StreamedWeights
 
 ORDERS = (Order("chunk", 70), Order("layer", 32), Order("token"))
@@ -37,6 +38,8 @@ def test_a_packed_file_gives_the_same_bits(name: str, tmp_path: Path) -> None:
     expected = plain.read(tokens)
     for order in ORDERS:
         assert not mapped.read(tokens, order).difference(expected), str(order)
+        assert isinstance(mapped.weights, ResidentWeights)
+        mapped.weights.settle()
 
 
 @pytest.mark.parametrize("which", ["least", "leading layers pinned"])

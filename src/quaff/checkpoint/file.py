@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import mmap
 import os
 import stat
 from collections.abc import Iterator
@@ -14,6 +13,7 @@ import numpy as np
 from numpy.lib.stride_tricks import as_strided
 from numpy.typing import NDArray
 
+from quaff import _native
 from quaff.errors import CheckpointError
 
 _BLOCK_BYTES = 1 << 22
@@ -69,14 +69,13 @@ class ModelFile:
         out.flags.writeable = False
         return out
 
-    def map(self) -> NDArray[np.uint8]:
-        """The whole file, mapped, read-only, as long as the array lives. Whoever cuts the file short meanwhile ends the process."""
+    def map(self) -> _native.MappedFile:
+        """The whole file, mapped. Whoever cuts it short before all of it has moved into memory ends the process."""
         self.check_unchanged()
         try:
-            mapped = mmap.mmap(self._fd, self.nbytes, access=mmap.ACCESS_READ)
-        except (OSError, ValueError) as error:
-            raise CheckpointError(f"cannot be mapped: {_reason(error)}") from None
-        return np.frombuffer(mapped, np.uint8)
+            return _native.MappedFile(self._fd, self.nbytes)
+        except RuntimeError as error:
+            raise CheckpointError(str(error)) from None
 
     def check_unchanged(self) -> None:
         """CheckpointError when the file was written to since it was opened."""

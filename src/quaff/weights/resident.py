@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 import numpy as np
-from numpy.typing import NDArray
 
 from quaff import _native
 from quaff.checkpoint import ModelFile, TensorView
@@ -30,7 +29,7 @@ class ResidentWeights:
         """
         self._accountant = accountant
         self._weights: dict[str, _native.Weight] = {}
-        self._mapped: dict[ModelFile, NDArray[np.uint8]] = {}
+        self._mapped: dict[ModelFile, _native.MappedFile] = {}
         self.loaded_bytes = 0
         total = sum(view.nbytes for view in views.values())
         done = 0
@@ -79,7 +78,7 @@ class ResidentWeights:
             return _native.Weight.read(kind, place.file.fd, place.offset, place.stride, stack, rows, cols, threads)
         if place.file not in self._mapped:
             self._mapped[place.file] = place.file.map()
-        panels = self._mapped[place.file][place.offset : place.offset + (place.count - 1) * place.stride + place.nbytes]
+        panels = self._mapped[place.file].array()[place.offset : place.offset + (place.count - 1) * place.stride + place.nbytes]
         return _native.Weight.view(kind, panels, place.stride, stack, rows, cols)
 
     def __getitem__(self, name: str) -> _native.Weight:
@@ -99,6 +98,11 @@ class ResidentWeights:
         """Packed bytes of all matrices over their number of values."""
         matrices = [w for w in self._weights.values() if w.rows > 1]
         return sum(w.nbytes for w in matrices) / max(1, sum(w.experts * w.rows * w.cols for w in matrices))
+
+    def settle(self) -> None:
+        """Wait until what is mapped has moved into huge pages, as far as the system has them. Computing need not wait: no bit changes."""
+        for file in self._mapped.values():
+            file.wait()
 
     def close(self) -> None:
         self._weights.clear()
