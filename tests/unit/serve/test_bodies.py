@@ -22,6 +22,7 @@ CONTEXT = 48
 BODIES = 10_000
 AT_ONCE = 20
 MESSAGE = {"role": "user", "content": "hi"}
+PARAMETERS = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
 VALID: dict[str, dict[str, Any]] = {
     "/v1/chat/completions": {
         "model": "tiny",
@@ -39,7 +40,42 @@ VALID: dict[str, dict[str, Any]] = {
         "stream_options": {"include_usage": True},
         "presence_penalty": 0.1,
         "chat_template_kwargs": {"a": 1},
+        "tools": [{"type": "function", "function": {"name": "f", "description": "d", "parameters": PARAMETERS}}],
+        "tool_choice": "none",
+        "parallel_tool_calls": True,
+        "response_format": {"type": "json_schema", "json_schema": {"name": "n", "schema": {"type": "integer"}}},
+        "reasoning_effort": "low",
     },
+    "/v1/messages": {
+        "model": "tiny",
+        "messages": [MESSAGE],
+        "max_tokens": 1,
+        "system": [{"type": "text", "text": "s"}],
+        "tools": [{"name": "f", "description": "d", "input_schema": PARAMETERS}],
+        "tool_choice": {"type": "none"},
+        "thinking": {"type": "disabled"},
+        "output_config": {"format": {"type": "json_schema", "schema": {"type": "integer"}}},
+        "stop_sequences": ["x"],
+        "temperature": 0.5,
+    },
+    "/v1/messages/count_tokens": {
+        "model": "tiny",
+        "messages": [
+            {"role": "user", "content": [{"type": "text", "text": "a"}]},
+            {"role": "assistant", "content": [{"type": "tool_use", "id": "1", "name": "f", "input": {"a": 1}}]},
+            {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "1", "content": "b"}]},
+        ],
+    },
+    "/v1/responses": {
+        "input": [{"type": "message", "role": "user", "content": [{"type": "input_text", "text": "a"}]}],
+        "instructions": "i",
+        "max_output_tokens": 1,
+        "tools": [{"type": "function", "name": "f", "parameters": PARAMETERS}],
+        "tool_choice": "none",
+        "text": {"format": {"type": "json_object"}},
+        "reasoning": {"effort": "low"},
+    },
+    "/v1/embeddings": {"input": ["a", "b"], "encoding_format": "base64", "pooling": "last", "dimensions": 64},
     "/v1/completions": {"prompt": "hi", "max_tokens": 1, "logprobs": 1, "echo": True, "n": 1, "stream": False, "min_p": 0.1, "top_k": 3},
     "/tokenize": {"content": "hi", "add_special": True, "with_pieces": True},
     "/detokenize": {"tokens": [1, 2, 3]},
@@ -81,11 +117,24 @@ def damaged(draw: st.DrawFn) -> tuple[str, bytes]:
         name = draw(st.sampled_from(sorted(body) or ["messages"]))
         if draw(st.booleans()):
             body[name] = draw(values)
+        elif isinstance(body.get(name), dict | list) and draw(st.booleans()):
+            body[name] = draw(changed(body[name]))
         elif name == "messages":
             body[name] = [draw(values), {"role": draw(values), "content": draw(values)}][: draw(st.integers(0, 2))]
         else:
             del body[name]
     return path, _json(body)
+
+
+@st.composite
+def changed(draw: st.DrawFn, value: Any) -> Any:
+    """A copy in which one value, at any depth, is another."""
+    if not isinstance(value, dict | list) or not value or draw(st.integers(0, 3)) == 0:
+        return draw(values)
+    key = draw(st.sampled_from(sorted(value) if isinstance(value, dict) else range(len(value))))
+    copy: Any = value.copy()
+    copy[key] = draw(changed(value[key]))
+    return copy
 
 
 def _json(value: Any) -> bytes:
@@ -101,7 +150,8 @@ def test_a_damaged_body_is_refused_in_the_apis_shape(call: Caller, bodies: list[
             continue  # what was changed did not matter
         assert 400 <= answer.status < 500, (path, body, answer)
         error = answer.json["error"]
-        assert error.keys() == {"message", "type", "param", "code"} and error["type"] == "invalid_request_error"
+        keys = {"message", "type"} if path.startswith("/v1/messages") else {"message", "type", "param", "code"}
+        assert error.keys() == keys and error["type"] == "invalid_request_error"
         assert error["message"] and "\n" not in error["message"]
 
 
