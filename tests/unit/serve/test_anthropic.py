@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.unit.serve.conftest import WAIT_SECONDS, Live
+from tests.unit.serve.holding import until
 
 from quaff import SamplingParams
 from quaff.serve.anthropic import PromptBody, messages_of, without_billing
@@ -90,6 +91,14 @@ def test_count_tokens(live: Live, client: anthropic.Anthropic) -> None:
     count = client.messages.count_tokens(model="tiny", messages=MESSAGES, system="Answer.").input_tokens
     assert count == len(live.llm.encode_chat([{"role": "system", "content": "Answer."}, *MESSAGES]))
     assert client.messages.count_tokens(model="tiny", messages=MESSAGES, tools=[TOOL]).input_tokens > count
+
+
+def test_a_client_that_leaves_a_stream_ends_it(live: Live, client: anthropic.Anthropic) -> None:
+    with client.messages.stream(**OPTIONS | {"max_tokens": 3500, "stop_sequences": []}) as stream:
+        next(iter(stream))
+        requests = list(live.llm.engine._requests.values())
+    until(lambda: all(request.done for request in requests))
+    until(lambda: live.service.loop.running == 0)
 
 
 # Tools
@@ -255,7 +264,7 @@ BODIES = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(BODIES)
 def test_no_body_is_a_fault_of_ours(http: httpx.Client, body: dict[str, Any]) -> None:
     reply = http.post("/v1/messages/count_tokens", json=body)

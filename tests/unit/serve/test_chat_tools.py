@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
-from typing import Any
+from typing import Any, Literal
 
 import openai
 import pytest
+from pydantic import BaseModel, Field
 from tests.unit.serve.conftest import Live
 
 from quaff import SamplingParams
@@ -69,6 +70,20 @@ def test_a_schema_a_pattern_and_a_choice(live: Live) -> None:
     assert len(text(extra_body={"structured_outputs": {"regex": "[a-f]{7}"}})) == 7
     assert text(extra_body={"structured_outputs": {"choice": ["yes", "no"]}}) in ("yes", "no")
     assert json.loads(text(extra_body={"structured_outputs": {"json": {"enum": [1, 2]}}})) in (1, 2)
+
+
+class Verdict(BaseModel):
+    rain: bool
+    grade: Literal["low", "high"] | None
+    parts: list[Literal[1, 2]] = Field(max_length=3)
+
+
+def test_the_clients_own_parsing_of_answers_and_arguments(live: Live) -> None:
+    reply = live.client.chat.completions.parse(**OPTIONS, response_format=Verdict)
+    assert isinstance(reply.choices[0].message.parsed, Verdict)
+    tool = openai.pydantic_function_tool(Verdict, name="give")
+    called = live.client.chat.completions.parse(**OPTIONS, tools=[tool], tool_choice="required")
+    assert isinstance(called.choices[0].message.tool_calls[0].function.parsed_arguments, Verdict)
 
 
 def test_an_answer_sent_back_is_the_tokens_that_were_generated(live: Live) -> None:
