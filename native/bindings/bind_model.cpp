@@ -138,6 +138,8 @@ void bind_weight(nb::module_& m) {
             [](const ModelWeight& w, int64_t row0, int64_t count) {
                 if (!w.experts.empty())
                     throw std::invalid_argument("dequantize: one matrix or vector, not a stack");
+                if (!w.in_memory())
+                    throw std::invalid_argument("dequantize: the weight is not in memory");
                 const int64_t rows = w.is_vector() ? 1 : w.matrix.w.rows,
                               cols = w.is_vector() ? static_cast<int64_t>(w.vector.size()) : w.matrix.w.cols;
                 if (count < 0)

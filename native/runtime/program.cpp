@@ -302,6 +302,8 @@ int32_t Model::add_rope(std::shared_ptr<RopeTable> table) {
 
 int32_t Model::add_stage(std::shared_ptr<const Program> program, std::vector<std::shared_ptr<const ModelWeight>> weights) {
     const Program& p = *program;
+    if (source)
+        throw std::invalid_argument("the model has its source of weights already: stages come before it");
     if (static_cast<int32_t>(weights.size()) != p.weight_slots)
         throw std::invalid_argument("the program has " + std::to_string(p.weight_slots) + " weight slots, " +
                                     std::to_string(weights.size()) + " were given");
@@ -440,6 +442,7 @@ int32_t Model::add_stage(std::shared_ptr<const Program> program, std::vector<std
     }
     if (std::any_of(p.ops.begin(), p.ops.end(), leaves_state))
         last_mixer = stages.size();
+    in_memory = in_memory && std::all_of(weights.begin(), weights.end(), [](const auto& w) { return w->in_memory(); });
     stages.push_back({std::move(program), std::move(weights)});
     return static_cast<int32_t>(stages.size()) - 1;
 }

@@ -74,6 +74,7 @@ struct ModelWeight {
     std::vector<float> vector;
     std::vector<PackedWeight> experts; // all of one shape and type
     bool is_vector() const { return matrix.bytes == 0 && experts.empty(); }
+    bool in_memory() const { return is_vector() || (experts.empty() ? matrix : experts.front()).storage; }
     const Weight& shape() const { return experts.empty() ? matrix.w : experts.front().w; }
 };
 
@@ -95,7 +96,8 @@ public:
     const int64_t dim, vocab, outputs; // outputs: width of a row of logits, the vocabulary's size unless the head makes something else
     std::vector<std::shared_ptr<RopeTable>> ropes;
     std::vector<Stage> stages;
-    std::shared_ptr<WeightSource> source; // of weights that are not in memory; null: all are
+    std::shared_ptr<WeightSource> source; // of weights that are not in memory
+    bool in_memory = true;                // all weights are
     size_t last_mixer = 0;                // last stage that leaves state behind: later ones run only for rows whose logits are wanted
 };
 

@@ -50,11 +50,13 @@ std::shared_ptr<ModelWeight> WeightSource::add(std::string name, int32_t ggml_ty
         t->weight->experts.assign(static_cast<size_t>(matrices), matrix);
     else
         t->weight->matrix = matrix;
-    const int64_t size = place.packed ? panels : (rows - 1) * place.row_stride + t->row_bytes, last = std::max<int64_t>(matrices, 1) - 1;
-    int64_t end;
-    if (place.offset < 0 || (last && place.matrix_stride < size) || (!place.packed && place.row_stride < t->row_bytes) ||
-        __builtin_mul_overflow(last, place.matrix_stride, &end) || __builtin_add_overflow(end, size, &end) ||
-        __builtin_add_overflow(end, place.offset, &end) || end > files_[static_cast<size_t>(place.file)]->bytes())
+    const int64_t last = std::max<int64_t>(matrices, 1) - 1;
+    int64_t size = panels, end;
+    const bool fits = place.packed || (place.row_stride >= t->row_bytes && !__builtin_mul_overflow(rows - 1, place.row_stride, &size) &&
+                                       !__builtin_add_overflow(size, t->row_bytes, &size));
+    if (!fits || place.offset < 0 || (last && place.matrix_stride < size) || __builtin_mul_overflow(last, place.matrix_stride, &end) ||
+        __builtin_add_overflow(end, size, &end) || __builtin_add_overflow(end, place.offset, &end) ||
+        end > files_[static_cast<size_t>(place.file)]->bytes())
         refuse("'" + t->name + "' does not lie in its file");
     by_weight_[t->weight.get()] = t.get();
     tensors_.push_back(std::move(t));

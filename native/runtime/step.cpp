@@ -59,6 +59,8 @@ StepRun::StepRun(Runtime& runtime, Model& model, const std::vector<const PagePoo
                  const StepInput& input, Control& control)
     : rt_(runtime), model_(model), pools_(pools), state_pools_(states), in_(input), control_(control), k_(kernels()),
       rows_(static_cast<int64_t>(input.tokens.size())) {
+    if (!model_.in_memory && !model_.source)
+        refuse("the model has weights that are not in memory, and no source of them");
     check_rows();
     check_cells();
     model_.check_pools(pools_, state_pools_);
