@@ -48,7 +48,8 @@ def remembered_content(
     content = content_sha256(views, progress)
     if all(time.time_ns() - file.mtime_ns > _SETTLED_NS for file in checkpoint.files):
         with contextlib.suppress(OSError):  # it only saves time
-            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            for made in (folder.parent, folder):
+                made.mkdir(mode=0o700, parents=True, exist_ok=True)
             temporary = path.with_name(f".{secrets.token_hex(8)}")
             with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
                 file.write(content)

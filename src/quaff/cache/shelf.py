@@ -99,7 +99,8 @@ class Shelf:
             stack.callback(os.close, fd)
             try:
                 # Held while it is written: who can lock a temporary file has found one whose writer is dead.
-                fcntl.flock(fd, fcntl.LOCK_EX)
+                with contextlib.suppress(OSError):  # a file system without locks: then nobody can
+                    fcntl.flock(fd, fcntl.LOCK_EX)
                 nbytes = sum(_write(fd, buffer) for buffer in buffers)
                 os.utime(fd, ns=(used_ns, used_ns))
                 os.fsync(fd)
@@ -115,7 +116,7 @@ class Shelf:
 
     def _create(self, path: Path) -> int:
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
-        for folder in (self.folder, self.model, path.parent):
+        for folder in (self.folder.parent, self.folder, self.model, path.parent):
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         return os.open(path, flags, 0o600)
 

@@ -30,7 +30,7 @@ def test_files_and_folders_are_private(shelf: Shelf) -> None:
     assert path.read_bytes() == b"abcde"
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     assert path.stat().st_mtime_ns == 5
-    for folder in (path.parent, path.parent.parent, shelf.folder):
+    for folder in (path.parent, path.parent.parent, shelf.folder, shelf.folder.parent):
         assert stat.S_IMODE(folder.stat().st_mode) == 0o700
 
 
@@ -116,6 +116,18 @@ def test_abandoned_files_are_removed_and_those_being_written_are_not(shelf: Shel
     assert not abandoned.exists()
     assert sum(n.startswith(".writing-") for n in seen) == 1
     assert files(shelf.folder) == [name(1, 1), name(1, 2)]
+
+
+def test_a_file_system_without_locks_is_written_all_the_same(shelf: Shelf, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(fd: int, operation: int) -> None:
+        raise OSError(37, "No locks available")
+
+    monkeypatch.setattr(shelf_module.fcntl, "flock", refuse)
+    shelf.write(name(1, 1), [b"x"], 1)
+    left = shelf.path(name(1, 1)).parent / ".writing-0123"
+    left.write_bytes(b"perhaps another's")
+    shelf.make_room(1)
+    assert files(shelf.folder) == [".writing-0123", name(1, 1)]
 
 
 def test_a_disk_that_is_nearly_full_is_left_alone(shelf: Shelf, monkeypatch: pytest.MonkeyPatch) -> None:

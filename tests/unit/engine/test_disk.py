@@ -1,6 +1,7 @@
 """Between memory and disk: what is published is written, what is asked for is read, and neither holds up or costs a request."""
 
 import os
+import stat
 import threading
 import time
 from pathlib import Path
@@ -221,3 +222,12 @@ def test_reading_files_counts_in_the_time_to_the_first_token(
         completion = llm.generate([*TOKENS, 1], SamplingParams(max_tokens=1))
         assert completion.cached_tokens == 700
         assert completion.timings.ttft_seconds >= spent > 0
+
+
+def test_all_of_the_folder_is_private(path: Path, store: Path) -> None:
+    os.utime(path, (1, 1))  # old enough to be remembered
+    with load(path, store) as llm:
+        read(llm, TOKENS)
+    for found in (store, *store.rglob("*")):
+        assert stat.S_IMODE(found.stat().st_mode) == (0o700 if found.is_dir() else 0o600), found
+    assert {p.name for p in store.iterdir()} == {"content", "v1"}
