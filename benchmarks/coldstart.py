@@ -33,7 +33,7 @@ def quaff(args: argparse.Namespace) -> dict[str, Any]:
     from quaff.llm import load
 
     began = time.perf_counter()
-    positions = args.tokens + args.decode + 1
+    positions = args.tokens + args.decode
     options: dict[str, Any] = {"threads": args.threads, "schedule": args.schedule, "context": positions}
     if args.memory is not None:
         # The prompt's state is kept while the answer goes on from it.
@@ -61,12 +61,14 @@ def quaff(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def llama_cpp(args: argparse.Namespace) -> dict[str, Any]:
-    """llama.cpp with its defaults: the model mapped, rows by the five hundred and twelve."""
+    """llama.cpp with the model mapped, rows by the five hundred and twelve. Repacking, which takes memory for all weights, is off."""
     import llama_cpp as lib
 
     began = time.perf_counter()
     lib.llama_backend_init()
-    model = lib.llama_model_load_from_file(os.fsencode(args.model), lib.llama_model_default_params())
+    options = lib.llama_model_default_params()
+    options.load_mode, options.use_extra_bufts = lib.LLAMA_LOAD_MODE_MMAP, False
+    model = lib.llama_model_load_from_file(os.fsencode(args.model), options)
     if not model:
         raise SystemExit("llama.cpp could not load the model")
     params = lib.llama_context_default_params()
@@ -77,7 +79,8 @@ def llama_cpp(args: argparse.Namespace) -> dict[str, Any]:
         raise SystemExit("llama.cpp could not make a context")
     loaded = time.perf_counter()
     prompt = ids(args.tokens, lib.llama_vocab_n_tokens(lib.llama_model_get_vocab(model)), args.seed)
-    if lib.llama_decode(context, lib.llama_batch_get_one((lib.llama_token * len(prompt))(*prompt), len(prompt))) != 0:
+    tokens = (lib.llama_token * len(prompt))(*prompt)
+    if lib.llama_decode(context, lib.llama_batch_get_one(tokens, len(prompt))) != 0:
         raise SystemExit("llama_decode failed")
     lib.llama_synchronize(context)
     done = time.perf_counter()

@@ -18,6 +18,7 @@ import argparse
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -55,6 +56,8 @@ def cold(engine: str, model: Path, args: argparse.Namespace, group: Path | None 
             (group / "cgroup.procs").write_text(str(os.getpid()))
 
     done = subprocess.run(command, capture_output=True, text=True, check=False, preexec_fn=join)
+    if done.returncode == -signal.SIGKILL:
+        raise RunError("ended by the kernel, for want of memory")
     if done.returncode != 0:
         said = done.stderr.strip().splitlines()
         raise RunError(said[-1] if said else f"{engine} ended with status {done.returncode}")
@@ -81,10 +84,6 @@ def limited_memory(limit_bytes: int) -> Iterator[Path | None]:
         finally:
             group.rmdir()
     yield None
-
-
-def kernel_refused(error: RunError) -> bool:
-    return "status -9" in str(error)
 
 
 def say(text: str) -> None:
@@ -143,9 +142,8 @@ def limited(args: argparse.Namespace, model: Path) -> dict[str, Any]:
             try:
                 runs[engine] = cold(engine, model, args, group, **options)
             except RunError as error:
-                why = "the kernel ended it for want of memory" if kernel_refused(error) else str(error)
-                runs[engine] = {"error": why}
-                say(f"{engine}: no result: {why}")
+                runs[engine] = {"error": str(error)}
+                say(f"{engine}: no result: {error}")
                 continue
             run = runs[engine]
             run["compute_share"] = run["user_seconds"] / (args.threads * run["first_token_seconds"])

@@ -41,7 +41,7 @@ def explain(
             told = lib.explain(checkpoint, prompt, ceilings, chunk, parse_memory(memory) if memory is not None else None)
         if measure:
             rows = max(cost.order.chunk for cost in told.costs)
-            workload = Workload(prompt + 1, logits_rows=1)
+            workload = Workload(prompt, logits_rows=1)
             with load(
                 path, quantize=quantize, threads=told.ceilings.threads, chunk=rows, memory=memory, workload=workload, progress=bar.step
             ) as llm:

@@ -152,12 +152,12 @@ def _plan(
     threads: int,
     memory: Memory,
 ) -> MemoryPlan:
-    """The plan that a process with this budget would make for such a prompt and one generated token."""
+    """The plan that a process with this budget would make for such a prompt."""
     # Part of every process that runs a model, and so of its memory.
     tokenizer = Tokenizer.from_metadata(checkpoint.metadata)
     context = graph.config.context_length
     reading = max(view.scratch_bytes for view in model.views.values())
-    workload = Workload(tokens + 1, logits_rows=1)
+    workload = Workload(tokens, logits_rows=1)
     ask = make_ask(memory, workload, tokenizer, context, graph.config.vocab, chunk, threads, reading)
     return make_plan(graph, packed, _cache(graph).peak_bytes, ask)
 
