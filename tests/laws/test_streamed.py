@@ -18,7 +18,7 @@ from quaff.errors import CheckpointError
 from quaff.schedule import Order
 
 LENGTH = 70
-ORDERS = [WHOLE, Order("layer", 33), Order("chunk", 33)]
+ORDERS = [WHOLE, Order("layer", 33, cut=True), Order("chunk", 33)]
 
 
 @pytest.fixture(scope="module")
