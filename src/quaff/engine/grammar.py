@@ -22,11 +22,11 @@ if TYPE_CHECKING:
 
 MAX_CHARACTERS = 1 << 18
 """Longest schema, regular expression or grammar."""
-MAX_LEXER_STATES = 50_000
+MAX_LEXER_STATES = 20_000
 """A state takes up to 2 kB."""
 JSON_FORM = {"item_separator": ", ", "key_separator": ": ", "whitespace_flexible": False}
 """JSON as Python's `json.dumps` writes it: what models were trained on, and white space cannot go on for ever."""
-_KEPT = 64
+_KEPT = 16
 
 
 class Constraint:

@@ -6,6 +6,7 @@ import asyncio
 import secrets
 import time
 from collections.abc import AsyncIterator, Sequence
+from datetime import UTC, datetime
 from typing import Any
 
 from starlette.requests import Request
@@ -26,7 +27,10 @@ def routes() -> list[Route]:
 
 
 async def list_models(request: Request) -> Response:
-    return JSONResponse({"object": "list", "data": [_model(service_of(request))]})
+    model = _model(service_of(request))
+    # Anthropic's clients ask the same path, and read what OpenAI's do not.
+    pages = {"first_id": model["id"], "last_id": model["id"], "has_more": False}
+    return JSONResponse({"object": "list", "data": [model]} | pages)
 
 
 async def get_model(request: Request) -> Response:
@@ -43,6 +47,9 @@ def _model(service: Service) -> dict[str, Any]:
         "object": "model",
         "created": service.created,
         "owned_by": "quaff",
+        "type": "model",
+        "display_name": service.settings.name,
+        "created_at": datetime.fromtimestamp(service.created, UTC).isoformat(),
         "max_model_len": service.llm.context,
     }
 

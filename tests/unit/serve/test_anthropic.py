@@ -101,6 +101,12 @@ def test_a_client_that_leaves_a_stream_ends_it(live: Live, client: anthropic.Ant
     until(lambda: live.service.loop.running == 0)
 
 
+def test_models(client: anthropic.Anthropic) -> None:
+    (model,) = client.models.list()
+    assert model.id == model.display_name == "tiny" and model.type == "model" and model.created_at.year >= 2020
+    assert client.models.retrieve("tiny").id == "tiny"
+
+
 # Tools
 
 

@@ -297,6 +297,24 @@ def test_forms_of_answers() -> None:
         json_form([1], "response_format")
 
 
+def test_an_answer_has_its_form_or_is_a_call() -> None:
+    d = dialogue()
+    prompt = d.prompt(said("hi"))
+    tools = make_tools([("f", "", {"type": "object", "properties": {"a": {"enum": [1]}}, "required": ["a"]})])
+    either = d.grammar(prompt, tools, choice_form(["yes"]))
+    assert passes(d, either, "yes") and passes(d, either, CALL_1) and not passes(d, either, "no")
+    none = make_tools([("f", "", None)], choice="none")
+    assert passes(d, d.grammar(prompt, none, choice_form(["yes"])), "yes")
+    assert not passes(d, d.grammar(prompt, none, choice_form(["yes"])), '<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>')
+    demanded = make_tools([("f", "", None)], choice="required")
+    assert not passes(d, d.grammar(prompt, demanded, choice_form(["yes"])), "yes")
+
+
+def test_an_answer_begun_after_its_reasoning_is_not_inside_it() -> None:
+    d = dialogue(CHATML + "<think>\n")
+    assert d.prompt(said("a"), begun="Hm").thinking and not d.prompt(said("a"), begun="Hm</think>Yes").thinking
+
+
 @pytest.mark.parametrize("special", [{}, {"<think>": 3, "</think>": 3}])
 def test_reasoning_may_come_before_the_form(special: dict[str, int]) -> None:
     tokenizer = Tokenizer.from_metadata(byte_level(None, {**MARKS, **special}, chat_template=CHATML + "{{ end }}{# <think> #}"))
