@@ -41,6 +41,6 @@ def with_plain_tools(messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapp
 
 def _written(call: Mapping[str, Any]) -> str:
     function = call["function"]
-    arguments = function["arguments"]
+    arguments = function.get("arguments") or {}
     text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
     return f'<tool_call>\n{{"name": {json.dumps(function["name"], ensure_ascii=False)}, "arguments": {text}}}\n</tool_call>'

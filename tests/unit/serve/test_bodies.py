@@ -18,15 +18,20 @@ from quaff.serve.app import make_app
 from quaff.serve.service import Service
 from quaff.serve.settings import Settings
 
-CONTEXT = 48
+CONTEXT = 512
 BODIES = 10_000
 AT_ONCE = 20
 MESSAGE = {"role": "user", "content": "hi"}
 PARAMETERS = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+CALL = {"id": "c", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
 VALID: dict[str, dict[str, Any]] = {
     "/v1/chat/completions": {
         "model": "tiny",
-        "messages": [MESSAGE],
+        "messages": [
+            MESSAGE,
+            {"role": "assistant", "content": None, "tool_calls": [CALL]},
+            {"role": "tool", "tool_call_id": "c", "content": "1"},
+        ],
         "max_tokens": 1,
         "temperature": 0.5,
         "top_p": 0.9,
