@@ -175,18 +175,18 @@ class Store:
                 if stem(piece.hash) == child.stem:
                     best = child.end, piece
         # Others have to be opened to see how far they go along with it.
-        near = [c for c in children if best is None or c.end > best[0]] if not self.layout.state_kinds else []
+        anywhere, states = self.layout.anywhere, self.layout.state_kinds
+        near = [c for c in children if (anywhere or (c.place and not states)) and (best is None or c.end > best[0])]
         for child in near[:_CANDIDATES]:
             other = self._header(child.name)
             if other is None or other.parent != parent or other.start != start:
                 continue
             length = min(start + shared(other.tokens, ids[start:]), most)
-            usable = self.layout.anywhere or (other.place and self.layout.can_shorten(other.end, length))
-            if usable and length >= start and (best is None or length > best[0]):
+            if (anywhere or self.layout.can_shorten(other.end, length)) and length >= start and (best is None or length > best[0]):
                 best = length, other
-        if best is not None and (best[0] > start or not self.layout.anywhere):
+        if best is not None and (best[0] > start or not anywhere):
             return Found((*blocks, best[1]), best[0])
-        return Found(blocks, min(start, most)) if blocks and self.layout.anywhere else None
+        return Found(blocks, min(start, most)) if blocks and anywhere else None
 
     def _header(self, name: str) -> Piece | None:
         try:
