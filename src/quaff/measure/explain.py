@@ -120,6 +120,7 @@ def explain(checkpoint: Checkpoint, tokens: int, ceilings: Ceilings, chunk: int 
     rows = plan.chunk if plan is not None else rows
     streamed = plan is not None and not plan.resident
     experts, used = max(stage.experts for stage in graph.stages)
+    tail = 1 + max(i for i, stage in enumerate(graph.stages) if stage.kind == "mixer")
     costs = []
     for order in (Order("token"), Order("chunk", rows), Order("layer", rows, cut=streamed and not experts)):
         parts = forecast(graph, stages, order, trial, plan)
@@ -133,7 +134,7 @@ def explain(checkpoint: Checkpoint, tokens: int, ceilings: Ceilings, chunk: int 
                 *_memory(graph, order, tokens, step_rows),
                 bound(work, ceilings, weight_bytes),
                 bound(work, ceilings.at(EFFICIENCY), weight_bytes),
-                disk_bytes=plan.disk_bytes(-(-tokens // (step_rows if order.name == "layer" else order.chunk))) if plan else 0,
+                disk_bytes=plan.disk_bytes(-(-tokens // (step_rows if order.name == "layer" else order.chunk)), tail) if plan else 0,
             )
         )
     chosen = choose_order("layer" if streamed else "chunk", rows, cut=not experts)

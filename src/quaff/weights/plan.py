@@ -94,9 +94,13 @@ class Plan:
         """Packed bytes that a pass streams once what is pinned has been read; of mixtures, if rows choose every expert."""
         return 0 if self.resident else sum(unit.all_bytes for unit in self.units if unit.stage not in self.pinned)
 
-    def disk_bytes(self, passes: int) -> int:
-        """Packed bytes that so many passes read, the first of which reads what is pinned too; 0 where nothing is streamed."""
-        return self.embedding_bytes + self.pinned_bytes + passes * self.pass_bytes if not self.resident and passes else 0
+    def disk_bytes(self, passes: int, tail: int) -> int:
+        """Packed bytes that reading a prompt in so many passes takes, the first of which reads what is pinned too; 0 where nothing is
+        streamed. Stages from `tail` on are needed for the last row alone, and so by one of the passes."""
+        if self.resident:
+            return 0
+        once = sum(unit.all_bytes for unit in self.units[tail:] if unit.stage not in self.pinned)
+        return self.embedding_bytes + self.pinned_bytes + passes * (self.pass_bytes - once) + once
 
     def as_dict(self) -> dict[str, Any]:
         plain = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in ("units", "pinned", "items")}

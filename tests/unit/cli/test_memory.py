@@ -74,8 +74,9 @@ def test_explain_shows_the_plan(cli: Cli, large: Path) -> None:
     assert (report["chosen"]["schedule"], report["chosen"]["chunk"]) == ("layer", plan["chunk"])
     disk = {s["schedule"]: s["disk_bytes"] for s in report["schedules"]}
     pins = plan["pinned_bytes"] + plan["embedding_bytes"]
-    assert disk["layer"] == pins + plan["pass_bytes"] * -(-300 // plan["pass_rows"])
-    assert disk["token"] == pins + plan["pass_bytes"] * 300
+    assert plan["pass_rows"] >= 300 and disk["layer"] == pins + plan["pass_bytes"]
+    # The last layer's rest and the head are read for one row.
+    assert 0.7 * 300 * plan["pass_bytes"] < disk["token"] - pins < 300 * plan["pass_bytes"]
     text = cli(*command, "--memory", f"{budget}MiB").out
     assert "| from disk |" in text and "KV state of 300 tokens" in text and "layer-major is taken" in text
 
