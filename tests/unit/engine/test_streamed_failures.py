@@ -11,7 +11,7 @@ from tests.tiny import Tiny
 
 import quaff
 from quaff import LLM, SamplingParams
-from quaff.errors import CheckpointError, MemoryBudgetError
+from quaff.errors import CheckpointError, MemoryBudgetError, UnsupportedError
 from quaff.weights import planner, streamed
 
 PARAMS = SamplingParams(max_tokens=4, ignore_eos=True)
@@ -68,3 +68,8 @@ def test_a_stream_ends_with_the_error_after_the_text_it_had(llm: LLM, path: Path
         for _ in stream:
             pass
     assert request.generated == 3 and request.finish_reason == "error"
+
+
+def test_embeddings_say_what_they_need(llm: LLM) -> None:
+    with pytest.raises(UnsupportedError, match="all weights in memory"):
+        llm.embed(["a"])

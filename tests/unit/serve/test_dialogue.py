@@ -390,3 +390,32 @@ def test_words_that_are_everywhere_do_not_take_long() -> None:
     d = dialogue()
     prompt = d.prompt([{"role": "system", "content": "a" * 300_000}, *said("a" * 100_000, "a" * 100_000, "a")])
     assert prompt.boundaries
+
+
+# As Qwen3 does: reasoning stays until the user speaks again, and is taken out of the content where a client left it there.
+KEEPS_REASONING = (
+    "{% set ns = namespace(last=0) %}{% for m in messages %}{% if m.role == 'user' %}{% set ns.last = loop.index0 %}{% endif %}{% endfor %}"
+    "{% if tools %}<|im_start|>system\n{% for t in tools %}{{ t | tojson }}\n{% endfor %}<tool_call></tool_call><|im_end|>\n{% endif %}"
+    "{% for m in messages %}{% if m.role == 'assistant' %}{% set content = m.content or '' %}{% set thought = m.reasoning_content or '' %}"
+    "{% if '</think>' in content %}{% set thought = content.split('</think>')[0].split('<think>')[-1].strip('\n') %}"
+    "{% set content = content.split('</think>')[-1].lstrip('\n') %}{% endif %}<|im_start|>assistant\n"
+    "{% if loop.index0 > ns.last and thought %}<think>\n{{ thought }}\n</think>\n\n{% endif %}{{ content }}"
+    '{% for c in m.tool_calls or [] %}<tool_call>\n{"name": "{{ c.function.name }}", "arguments": {{ c.function.arguments | tojson }}}\n'
+    "</tool_call>{% endfor %}<|im_end|>\n{% else %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+@pytest.mark.parametrize("sent_back", [{}, {"reasoning_content": "Let me see."}])
+def test_a_call_comes_back_with_its_reasoning(sent_back: dict[str, str]) -> None:
+    d = dialogue(KEEPS_REASONING)
+    first = d.prompt(said("hi"), TOOLS)
+    written = '<think>\nLet me see.\n</think>\n\n<tool_call>\n{"name":"f","arguments":{"a":"x"}}\n</tool_call>'
+    ids = (*letters_of(d, written), d.tokenizer.vocabulary.ids[END])
+    d.keep(first, ids, "call_1")
+    back, result = call('{"a": "x"}') | sent_back, {"role": "tool", "content": "1", "tool_call_id": "call_1"}
+    second = d.prompt([*said("hi"), back, result], TOOLS)
+    assert second.tokens[: len(first.tokens) + len(ids)] == first.tokens + ids
+    # When the user speaks again the reasoning goes, and the call stays as it was written.
+    third = d.prompt([*said("hi"), back, result, {"role": "assistant", "content": "Done."}, {"role": "user", "content": "more"}], TOOLS)
+    assert "Let me see." not in third.text and '{"name":"f","arguments":{"a":"x"}}' in third.text
