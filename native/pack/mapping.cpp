@@ -16,7 +16,7 @@ namespace quaff {
 namespace {
 
 constexpr int64_t kHugePage = int64_t{2} << 20;
-constexpr int64_t kPiece = int64_t{32} << 20; // each is a mapping of its own, of which a process may have some 65,000
+constexpr int64_t kPiece = int64_t{8} << 20; // in memory twice for a moment; each is a mapping, of which a process may have some 65,000
 
 int64_t up(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
 
