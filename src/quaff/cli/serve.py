@@ -78,7 +78,7 @@ def serve(
         name or Path(model).stem,
         host,
         port,
-        api_key,
+        api_key or None,
         queue,
         max_tokens,
         temperature,

@@ -23,7 +23,7 @@ from quaff.errors import QuaffError, one_line
 from quaff.serve import anthropic, chat, completions, embeddings, openai, responses, status, tokens
 from quaff.serve.errors import ApiError, shape_of
 from quaff.serve.service import Service
-from quaff.serve.settings import Settings
+from quaff.serve.settings import LOOPBACK, Settings
 from quaff.serve.wire import told
 
 log = logging.getLogger("quaff.serve")
@@ -32,7 +32,6 @@ OPEN_PATHS = frozenset({"/health"})
 """What needs no key: a probe has none."""
 QUIET_PATHS = frozenset({"/health", "/metrics"})
 """What is asked for all the time and not worth a line each."""
-LOOPBACK = frozenset({"127.0.0.1", "localhost", "::1"})
 CLIENT_LEFT = 499
 """Status in log and metrics when nobody was left to read one."""
 
@@ -142,7 +141,7 @@ def check_entry(headers: Headers, path: str, settings: Settings) -> None:
         given = headers.get("x-api-key") or (bearer.strip() if scheme.lower() == "bearer" else "")
         if not hmac.compare_digest(given.encode(), settings.api_key.encode()):
             raise ApiError(401, "the API key is missing or wrong", code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
-    elif settings.host in LOOPBACK and host_name(headers.get("host", "")) not in LOOPBACK:
+    elif settings.local and host_name(headers.get("host", "")) not in LOOPBACK:
         # A web page whose name was made to point here would otherwise read our answers.
         raise ApiError(403, "this server answers to localhost and 127.0.0.1 only; set an API key to serve it under other names")
 

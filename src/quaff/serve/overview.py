@@ -20,7 +20,7 @@ def overview(llm: LLM, settings: Settings, url: str) -> list[str]:
         "context": f"{llm.context} tokens; {ROWS:,} tokens take {human_bytes(cache.peak_bytes(ROWS, ROWS))}",
         "prefixes": _prefixes(llm),
         "requests": f"{settings.queue} may wait; {_stalls(llm)}",
-        "key": "needed" if settings.api_key is not None else "none",
+        "key": "needed" if settings.api_key is not None else "none" if settings.local else "none: whoever reaches this address may come in",
         "listening": f"{url}/v1 (chat/completions, completions, messages, responses, embeddings, models), {url}/health, /metrics, /props",
     }
     return [f"{key + ':':<11}{value}" for key, value in rows.items()]

@@ -7,6 +7,7 @@ import signal
 import socket
 import threading
 from collections.abc import AsyncIterator, Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, suppress
 
 import uvicorn
@@ -21,6 +22,7 @@ Load = Callable[[LoadProgress], LLM]
 """Loads the model; what the progress function raises must end it."""
 
 POLL_SECONDS = 0.1
+THREADS = 32
 KEEP_ALIVE_SECONDS = 75
 """Longer than clients keep an idle connection: the side that closes it must not be the one that the next request surprises."""
 GRACE_SECONDS = 5
@@ -97,6 +99,8 @@ class Server:
 
     @asynccontextmanager
     async def _life(self) -> AsyncIterator[None]:
+        # A thread may wait for the disk, and nobody else is to wait for it.
+        asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(THREADS, "quaff-serve"))
         loading, draining = asyncio.create_task(self._open()), asyncio.create_task(self._drain())
         try:
             yield

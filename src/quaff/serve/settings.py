@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+LOOPBACK = frozenset({"127.0.0.1", "localhost", "::1"})
+
 
 @dataclass(frozen=True, slots=True)
 class Settings:
@@ -32,3 +34,8 @@ class Settings:
     stuck_seconds: float = 8.0
     drain_seconds: int = 5
     replies: Path | None = None
+
+    @property
+    def local(self) -> bool:
+        """Whether only this machine reaches the server."""
+        return self.host in LOOPBACK
