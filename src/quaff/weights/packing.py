@@ -92,11 +92,11 @@ def write_packed(
     if checkpoint.format == "packed":
         raise ConfigError(f"{checkpoint.path} is packed already")
     entries = place_groups(load_order(graph, views), views)
-    origin = Origin(checkpoint.path.name, checkpoint.format, checkpoint.quantized, checkpoint.file_bytes)
+    origin = Origin(checkpoint.path.resolve().name, checkpoint.format, checkpoint.quantized, checkpoint.file_bytes)
     _, data, size = encode_header(origin, checkpoint.metadata, entries)
     total, done = sum(views[e.name].nbytes for e in entries), 0
     with new_file(out) as temporary, temporary.open("r+b", buffering=0) as file:
-        os.posix_fallocate(file.fileno(), 0, size)
+        _take_space(file.fileno(), size)
         for i, e in enumerate(entries):
             with located(checkpoint.path):
                 entries[i] = replace(e, hashes=_write_tensor(file.fileno(), data, e, views[e.name], threads))
@@ -140,6 +140,13 @@ def _pieces(view: TensorView, threads: int) -> Iterator[tuple[int, int, NDArray[
                 raise CheckpointError(f"tensor {quote(view.name)}{where}: {error}") from None
             yield matrix, offset, raw, packed
             offset += packed.nbytes
+
+
+def _take_space(fd: int, size: int) -> None:
+    if hasattr(os, "posix_fallocate"):
+        os.posix_fallocate(fd, 0, size)
+    else:
+        os.ftruncate(fd, size)
 
 
 def _write(fd: int, content: Any, at: int) -> None:
