@@ -9,6 +9,7 @@ import typer
 
 from quaff.cli.console import Bar, argument_text, decode, note
 from quaff.cli.options import MaxTokens, Memory, Model, Quantize, Seed, Temperature, Threads
+from quaff.cli.run import reading
 from quaff.errors import PromptError
 
 
@@ -39,7 +40,7 @@ def chat(
             messages.append({"role": "user", "content": line})
             tokens = llm.encode_chat(messages)
             # Read into a state of its own, so that the next turn starts where this one's prompt ended.
-            read = llm.prefill(tokens, logits="none", state=state, progress=lambda done, total: bar.step("reading", done, total))
+            read = llm.prefill(tokens, logits="none", state=state, progress=reading(bar, llm))
             bar.close()
             if state is not None:
                 state.close()

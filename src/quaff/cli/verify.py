@@ -37,6 +37,14 @@ def verify(
             )
 
     with Bar() as bar:
+        budgeted: Outcome | None = None
+        if memory is not None:
+            # First, while the process is as small as it can be; what does not fit is refused before the long work.
+            workload = Workload(tokens + GENERATED)
+            with load(model, quantize=quantize, threads=threads, memory=memory, workload=workload, progress=bar.step) as llm:
+                assert llm.plan is not None
+                name = f"{'streamed' if llm.streamed else 'resident'} in {human_bytes(llm.plan.memory_bytes)}"
+                budgeted = Verifier(llm, tokens).run_default(name)
         with load(model, quantize=quantize, threads=threads, progress=bar.step) as llm:
             verifier = Verifier(llm, tokens)  # Refuses a prompt that does not fit, before anything is printed.
             if not as_json:
@@ -47,12 +55,8 @@ def verify(
             path, chunk = llm.path, llm.chunk
         with load(path, quantize=quantize, threads=threads, chunk=chunk, fuse=False, progress=bar.step) as llm:
             add(Verifier(llm, tokens).run_default("without fusions"))
-        if memory is not None:
-            workload = Workload(tokens + GENERATED)
-            with load(path, quantize=quantize, threads=threads, memory=memory, workload=workload, progress=bar.step) as llm:
-                assert llm.plan is not None
-                name = f"{'streamed' if llm.streamed else 'resident'} in {human_bytes(llm.plan.memory_bytes)}"
-                add(Verifier(llm, tokens).run_default(name))
+        if budgeted is not None:
+            add(budgeted)
     verdict = Verdict(_native.NUMERICS_VERSION, _native.isa(), tokens, tuple(outcomes))
     if as_json:
         print_json(verdict.as_dict())

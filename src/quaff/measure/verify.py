@@ -287,7 +287,7 @@ class Verifier:
         prefix.publish(earlier.sequence, earlier.tokens)
         earlier.free()
         reading.free()
-        hit = prefix.attach(self.tokens, len(self.tokens) - 1)
+        hit = prefix.attach(self.tokens, shared)  # by chance the next token may be the same
         prefix.clear()
         reading.sequence, reading.done = hit.sequence, hit.length
         while reading.left:
