@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import secrets
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -25,10 +24,6 @@ from quaff.serve.turns import Turn, make_turn
 from quaff.serve.wire import Body, EventStream, collect, read_body, sse
 
 PING = sse({"type": "ping"}, "ping")
-
-BILLING_LINE = re.compile(r"\s*x-anthropic-billing-header:[^\n]*\n?")
-"""What coding agents put first into their system prompt: a line for the vendor's accounts with a hash that is new in every request. It
-says nothing to a model, and would make every prompt differ from the one before in its first tokens."""
 
 
 def routes() -> list[Route]:
@@ -142,7 +137,7 @@ def turn_of(dialogue: Dialogue, body: PromptBody) -> Turn:
 
 def messages_of(body: PromptBody) -> list[dict[str, Any]]:
     out: list[dict[str, Any]] = []
-    system = without_billing(texts(body.system or "", "system"))
+    system = "\n".join(text for text in texts(body.system or "", "system") if text)
     if system:
         out.append({"role": "system", "content": system})
     names: dict[str, str] = {}
@@ -151,12 +146,6 @@ def messages_of(body: PromptBody) -> list[dict[str, Any]]:
     if not any(message["role"] != "system" for message in out):
         raise ApiError(400, "messages: there is nothing to answer", param="messages")
     return out
-
-
-def without_billing(system: Sequence[str]) -> str:
-    """The blocks of a system prompt as one text, without the line that differs in every request."""
-    first = BILLING_LINE.sub("", system[0], count=1) if system and BILLING_LINE.match(system[0]) else "".join(system[:1])
-    return "\n".join(text for text in (first, *system[1:]) if text)
 
 
 def texts(content: str | Sequence[Mapping[str, Any]], where: str) -> list[str]:

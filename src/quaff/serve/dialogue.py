@@ -19,7 +19,7 @@ from quaff.serve.forms import Form
 from quaff.serve.pieces import PieceCache, cuts
 from quaff.serve.plain_tools import with_plain_tools
 from quaff.serve.replies import Replies
-from quaff.serve.shapes import Message, object_of, plainly, shapes
+from quaff.serve.shapes import Message, object_of, plainly, shapes, without_billing
 from quaff.serve.tools import Tools, arguments_object
 from quaff.tokenizer import Tokenizer
 from quaff.tokenizer.chat_template import check_messages
@@ -72,7 +72,7 @@ class Dialogue:
         if template is None:
             raise PromptError("this model has no chat template: it continues plain text; use /v1/completions")
         tools = tools or Tools()
-        checked = [plainly(message) for message in check_messages(messages)]
+        checked = without_billing([plainly(message) for message in check_messages(messages)])
         written = [self._as_written(message) for message in checked]
         first: PromptError | None = None
         for shape in self._shapes(written, tools) + (self._shapes(checked, tools) if written != checked else []):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -13,6 +14,10 @@ from quaff.serve.tools import arguments_object
 
 Message = dict[str, Any]
 
+BILLING_LINE = re.compile(r"\s*x-anthropic-billing-header:[^\n]*\n*")
+"""What coding agents put first into their system prompt: a line for the vendor's accounts with a hash that is new in every request. It
+says nothing to a model, and would make every prompt differ from the one before in its first tokens."""
+
 
 def plainly(message: Message) -> Message:
     """A message with one name for each thing. PromptError for calls that are none."""
@@ -21,6 +26,19 @@ def plainly(message: Message) -> Message:
         check_calls(message["tool_calls"])
         return {**message, "role": role}
     return {**{key: value for key, value in message.items() if key != "tool_calls"}, "role": role, "content": message.get("content") or ""}
+
+
+def without_billing(messages: Sequence[Message]) -> list[Message]:
+    """Messages without the line that differs in every request; a system message that was nothing else is left out."""
+    out: list[Message] = []
+    for message in messages:
+        found = BILLING_LINE.match(message["content"] or "") if message["role"] == "system" else None
+        rest = message["content"][found.end() :] if found is not None else None
+        if rest is None:
+            out.append(message)
+        elif rest:
+            out.append({**message, "content": rest})
+    return out
 
 
 def shapes(messages: list[Message], dialect: Dialect) -> list[list[Message]]:
