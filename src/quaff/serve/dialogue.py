@@ -106,9 +106,9 @@ class Dialogue:
         With both, the answer has the form or is a call. ConfigError for schemas that cannot be used.
         """
         tools = tools or Tools()
-        callable = tools.demanded or (list((tools.schemas or {}).items()) if form is not None else [])
-        writer = Writer(self.tokenizer, callable, tools.several and tools.named is None)
-        demand = self.dialect.demand if callable else None
+        offered = tools.demanded or (list((tools.schemas or {}).items()) if form is not None else [])
+        writer = Writer(self.tokenizer, offered, tools.several and tools.named is None)
+        demand = self.dialect.demand if offered else None
         if demand is None and form is None:
             return None
         opening, closing = self.dialect.thinking

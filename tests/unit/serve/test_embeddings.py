@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.unit.serve.conftest import WAIT_SECONDS, Live
+from tests.unit.serve.holding import until
 
 
 def vectors(reply: Any) -> np.ndarray:
@@ -89,3 +90,16 @@ def test_no_body_is_a_fault_of_ours(http: httpx.Client, given_input: Any, form: 
     assert reply.status_code in (200, 400), reply.text
     if reply.status_code == 400:
         assert reply.json()["error"]["type"] == "invalid_request_error"
+
+
+def test_a_client_that_hangs_up_ends_the_work(live: Live) -> None:
+    live.llm.embed(["a"])
+    assert live.llm._embedder is not None
+    engine = live.llm._embedder._engine
+    texts, before = [[1 + i % 200] * 3500 for i in range(60)], engine.counters.macs
+    with pytest.raises(httpx.ReadTimeout):
+        httpx.post(f"{live.url}/v1/embeddings", json={"input": texts}, timeout=httpx.Timeout(WAIT_SECONDS, read=0.5))
+    until(lambda: not live.service.embedding.locked() and engine.running == 0)
+    all_of_it = len(texts) * engine.runner.work(0, 3500, 3500)
+    assert engine.counters.macs - before < all_of_it / 2
+    assert live.client.embeddings.create(model="tiny", input="still there").data
