@@ -33,7 +33,7 @@ def quaff(args: argparse.Namespace) -> dict[str, Any]:
     from quaff.llm import load
 
     began = time.perf_counter()
-    positions = args.tokens + args.decode
+    positions = args.positions or args.tokens + args.decode
     options: dict[str, Any] = {"threads": args.threads, "schedule": args.schedule, "context": positions}
     if args.memory is not None:
         # The prompt's state is kept while the answer goes on from it.
@@ -104,6 +104,7 @@ def main() -> None:
     parser.add_argument("model")
     parser.add_argument("--tokens", type=int, required=True)
     parser.add_argument("--decode", type=int, default=0, help="tokens to generate afterwards")
+    parser.add_argument("--positions", type=int, help="tokens that the budget is planned for (default: those of prompt and answer)")
     parser.add_argument("--threads", type=int, required=True)
     parser.add_argument("--memory")
     parser.add_argument("--schedule")

@@ -239,16 +239,19 @@ def budgets(args: argparse.Namespace, model: Path) -> dict[str, Any]:
 
 
 def peak(args: argparse.Namespace, model: Path) -> dict[str, Any]:
-    """Both prompts in the same budget; what the longer one has more of is its plan's KV state and residual rows."""
+    """Two prompts in one plan. By our own count the longer one has its residual rows and its KV state more, and nothing else
+    (tests/laws/test_budgets.py); the kernel is to agree."""
     short = argparse.Namespace(**{**vars(args), "tokens": args.tokens // 8})
-    runs = [cold("quaff", model, a, memory=args.memory) for a in (short, args)]
-    plans = [run["plan"] for run in runs]
-    formula = sum(plans[1][key] - plans[0][key] for key in ("kv_bytes", "scratch_bytes"))
-    pinned = sum(plans[1][key] - plans[0][key] for key in ("pinned_bytes", "embedding_bytes"))
-    grown = runs[1]["peak_rss_bytes"] - runs[0]["peak_rss_bytes"] - pinned
-    say(f"{short.tokens} to {args.tokens} tokens: the peak grows by {human_bytes(max(0, grown))}, by the formula {human_bytes(formula)}")
-    checks = {"within_budget": all(run["peak_rss_bytes"] <= 1.05 * int(parse_memory(args.memory)) for run in runs)}
-    return {"tokens": [short.tokens, args.tokens], "grown_bytes": grown, "formula_bytes": formula, "runs": runs, "checks": checks}
+    runs = [cold("quaff", model, a, memory=args.memory, positions=args.tokens) for a in (short, args)]
+    counted = runs[1]["streaming"]["peak_bytes"] - runs[0]["streaming"]["peak_bytes"]
+    grown = runs[1]["peak_rss_bytes"] - runs[0]["peak_rss_bytes"]
+    budget = int(parse_memory(args.memory))
+    say(f"{short.tokens} to {args.tokens} tokens: the peak grows by {human_bytes(max(0, grown))}, counted {human_bytes(max(0, counted))}")
+    checks = {
+        "within_budget": all(run["peak_rss_bytes"] <= 1.05 * budget for run in runs),
+        "as_counted": grown <= counted + 0.05 * budget,
+    }
+    return {"tokens": [short.tokens, args.tokens], "grown_bytes": grown, "counted_bytes": counted, "runs": runs, "checks": checks}
 
 
 TESTS: dict[str, Callable[[argparse.Namespace, Path], dict[str, Any]]] = {
