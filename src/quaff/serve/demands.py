@@ -46,7 +46,8 @@ class Writer:
         if not isinstance(properties, Mapping):
             return []
         required = schema.get("required")
-        names = [name for name in required if name in properties] if isinstance(required, list) else []
+        listed = [name for name in required if isinstance(name, str)] if isinstance(required, list) else []
+        names = [name for name in dict.fromkeys(listed) if name in properties]
         rest = [name for name in properties if name not in names]
         return [(name, properties[name] if isinstance(properties[name], Mapping) else {}, name in names) for name in (*names, *rest)]
 

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import json
+from contextlib import suppress
+from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
 from tests.unit.serve.reading_answers import read
 from tests.unit.tokenizer.small_vocabulary import byte_level
 
 from quaff.engine.grammar import Grammars
+from quaff.errors import ConfigError
 from quaff.serve import dialects as d
 from quaff.serve.demands import Writer
 from quaff.serve.dialects import Dialect
@@ -109,3 +114,62 @@ def test_words_that_no_grammar_can_keep_do_not_spoil_a_call() -> None:
     for token in tokenizer.encode('<tool_call>\n{"name": "f", "arguments": {"p": 2}}\n</tool_call>', False, True):
         assert constraint.allowed()[token]
         constraint.accept(token)
+
+
+WORDS = [
+    "type",
+    "properties",
+    "required",
+    "items",
+    "enum",
+    "const",
+    "anyOf",
+    "$ref",
+    "$defs",
+    "additionalProperties",
+    "a",
+    'é"\\\n',
+    "{key}",
+]
+SCHEMA_VALUES = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats()
+    | st.sampled_from(["string", "object", "array", "integer", "#/$defs/a", "", "é<|x|>"]),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(WORDS), inner, max_size=4),
+    max_leaves=10,
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.sampled_from(ALL), st.dictionaries(st.sampled_from(WORDS), SCHEMA_VALUES, max_size=5))
+@example(d.XML, {"properties": {"a": {}}, "required": [["a"], {}, 3, "a", "a"]})
+@example(d.GEMMA4, {"properties": {"a": {"type": ["string"]}}, "required": ["a"]})
+def test_a_schema_is_a_grammar_or_a_refusal(dialect: Dialect, schema: dict[str, Any]) -> None:
+    tokenizer = tokenizer_of(dialect, special=True)
+    assert dialect.demand is not None
+    with suppress(ConfigError):
+        grammar = Grammars(tokenizer, tokenizer.vocab_size).lark("start: calls\n" + dialect.demand(Writer(tokenizer, [("f", schema)])))
+        grammar.start().allowed()
+
+
+@pytest.mark.parametrize("dialect", ALL, ids=lambda dialect: dialect.name)
+def test_names_of_parameters_may_be_anything(dialect: Dialect) -> None:
+    tokenizer = tokenizer_of(dialect, special=False)
+    assert dialect.demand is not None
+    key = "ein Schlüssel"
+    schema = {"type": "object", "properties": {key: {"enum": [7]}}, "required": [key]}
+    if dialect is d.LFM2:
+        key = "schlüssel"  # a name in Python
+        schema = {"type": "object", "properties": {key: {"enum": [7]}}, "required": [key]}
+    grammar = Grammars(tokenizer, tokenizer.vocab_size).lark("start: calls\n" + dialect.demand(Writer(tokenizer, [("f", schema)])))
+    constraint, ids = grammar.start(), list[int]()
+    while not constraint.ended and len(ids) < 400:
+        allowed = np.flatnonzero(constraint.allowed())
+        if tokenizer.end_ids & set(allowed.tolist()):
+            break
+        constraint.accept(int(allowed[0]))
+        ids.append(int(allowed[0]))
+    ((_, _, arguments),) = read(dialect, [tokenizer.decode(ids, skip_special=False)], {"f": schema})
+    assert json.loads(arguments) == {key: 7}
