@@ -22,6 +22,7 @@ CONTEXT = 512
 BODIES = 10_000
 AT_ONCE = 20
 MESSAGE = {"role": "user", "content": "hi"}
+CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
 PARAMETERS = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
 CALL = {"id": "c", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
 VALID: dict[str, dict[str, Any]] = {
@@ -84,7 +85,18 @@ VALID: dict[str, dict[str, Any]] = {
     "/v1/completions": {"prompt": "hi", "max_tokens": 1, "logprobs": 1, "echo": True, "n": 1, "stream": False, "min_p": 0.1, "top_k": 3},
     "/tokenize": {"content": "hi", "add_special": True, "with_pieces": True},
     "/detokenize": {"tokens": [1, 2, 3]},
-    "/apply-template": {"messages": [MESSAGE], "add_generation_prompt": True},
+    "/apply-template": {
+        "messages": [
+            {"role": "developer", "content": "d"},
+            MESSAGE,
+            {"role": "assistant", "content": None, "reasoning_content": "r", "tool_calls": [CALL]},
+            {"role": "tool", "tool_call_id": "1", "content": [{"type": "text", "text": "t"}]},
+        ],
+        "add_generation_prompt": True,
+        "tools": [{"type": "function", "function": {"name": "f", "parameters": PARAMETERS}}],
+        "tool_choice": {"type": "function", "function": {"name": "f"}},
+        "structured_outputs": {"choice": ["a", "b"]},
+    },
 }
 
 
