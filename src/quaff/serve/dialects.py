@@ -27,7 +27,8 @@ class Dialect:
     `begin` opens calls, which `section` reads. `bare`: an answer that begins with "{" is a call without a mark. `thinking`: marks around
     reasoning. `channels`: the answer is made of messages with headers (gpt-oss). `demand` writes calls as a grammar; `prelude` is what an
     answer starts with before the form that a request asks for. `short_ids`: the template takes ids of nine letters and digits only.
-    `verbatim`: an assistant message may be given to the template as the text that the model wrote, calls included.
+    `verbatim`: an assistant message may be given to the template as the text that the model wrote, calls included. `pythonic`: calls are
+    written in Python's syntax where the template leaves that to others.
     """
 
     name: str
@@ -40,6 +41,7 @@ class Dialect:
     prelude: str = ""
     short_ids: bool = False
     verbatim: bool = False
+    pythonic: bool = False
     more_marks: tuple[str, ...] = field(default=())
 
     @property
@@ -79,7 +81,13 @@ PHI4 = Dialect(
 )
 GRANITE3 = Dialect("granite3", "<|tool_call|>", json_calls(None), demands.lists("<|tool_call|>", ""))
 LFM2 = Dialect(
-    "lfm2", "<|tool_call_start|>", python_calls("<|tool_call_end|>"), demands.python, verbatim=True, more_marks=("<|tool_call_end|>",)
+    "lfm2",
+    "<|tool_call_start|>",
+    python_calls("<|tool_call_end|>"),
+    demands.python,
+    verbatim=True,
+    pythonic=True,
+    more_marks=("<|tool_call_end|>",),
 )
 GEMMA4 = Dialect(
     "gemma4",
@@ -140,9 +148,11 @@ _TOLD_BY: tuple[tuple[tuple[str, ...], Dialect], ...] = (
     ((_DEEPSEEK_CALLS,), DEEPSEEK31),
     (("<|tool_calls_section_begin|>",), KIMI),
     (("<|tool_call_start|>",), LFM2),
+    (("<|tool_list_start|>",), LFM2),
     (("<|tool_call>",), GEMMA4),
     (("<start_function_call>",), FUNCTION_GEMMA),
     (("<|/tool_call|>",), PHI4),
+    (("<|/tool|>",), PHI4),
     (("<|tool_call|>",), GRANITE3),
     (("[TOOL_CALLS]", "[ARGS]"), MISTRAL),
     (("[TOOL_CALLS]",), MISTRAL_OLD),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +18,7 @@ from quaff.serve.dialects import Dialect, dialect_of, takes_tools
 from quaff.serve.events import Call, Text, joined
 from quaff.serve.forms import Form
 from quaff.serve.pieces import PieceCache, cuts
-from quaff.serve.plain_tools import with_plain_tools
+from quaff.serve.plain_tools import with_plain_calls, with_plain_tools, with_tools_in_system
 from quaff.serve.replies import Replies
 from quaff.serve.shapes import Message, object_of, plainly, shapes, without_billing
 from quaff.serve.tools import Tools, arguments_object
@@ -46,6 +47,8 @@ class Dialogue:
         template = tokenizer.chat_template.source if tokenizer.chat_template is not None else ""
         self.dialect: Dialect = dialect_of(template)
         self._plain = not takes_tools(template)
+        self._writes_calls = "tool_calls" in template
+        self._tools_in_system = re.search(r"message\[.tools.\]|message\.tools", template) is not None
         self._thinks = self.dialect.thinking[0].strip() in template or self.dialect.channels
         # Ids mean something to one vocabulary only.
         self._replies = Replies(replies / _fingerprint(tokenizer) if replies is not None else None)
@@ -156,7 +159,13 @@ class Dialogue:
         return said.strip() == content.strip() and written == given
 
     def _shapes(self, messages: list[Message], tools: Tools) -> list[list[Message]]:
-        return shapes(with_plain_tools(messages, tools.shown) if self._plain else messages, self.dialect)
+        if self._plain:
+            messages = with_plain_tools(messages, tools.shown)
+        elif not self._writes_calls:
+            messages = with_plain_calls(messages, self.dialect.pythonic)
+        if self._tools_in_system:
+            messages = with_tools_in_system(messages, tools.shown)
+        return shapes(messages, self.dialect)
 
     # Tokens
 

@@ -15,6 +15,7 @@ from quaff.engine.grammar import Grammar
 from quaff.errors import ConfigError, PromptError
 from quaff.serve.dialogue import Dialogue
 from quaff.serve.errors import ApiError
+from quaff.serve.events import Call, joined
 from quaff.serve.forms import choice_form, json_form, object_form, regex_form, response_form
 from quaff.serve.tools import Tools, make_tools
 from quaff.tokenizer import Tokenizer
@@ -419,3 +420,36 @@ def test_a_call_comes_back_with_its_reasoning(sent_back: dict[str, str]) -> None
     # When the user speaks again the reasoning goes, and the call stays as it was written.
     third = d.prompt([*said("hi"), back, result, {"role": "assistant", "content": "Done."}, {"role": "user", "content": "more"}], TOOLS)
     assert "Let me see." not in third.text and '{"name":"f","arguments":{"a":"x"}}' in third.text
+
+
+def test_calls_that_the_template_does_not_write() -> None:
+    lfm2 = (
+        "{% if tools %}<|im_start|>system\n<|tool_list_start|>{{ tools | tojson }}<|tool_list_end|><|im_end|>\n{% endif %}"
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    )
+    d = dialogue(lfm2)
+    assert d.dialect.name == "lfm2"
+    for arguments in ('{"a": "x", "n": [1, true, null]}', {"a": "x", "n": [1, True, None]}):
+        text = d.prompt([*said("hi"), call(arguments) | {"content": "Hm."}, {"role": "tool", "content": "1"}], TOOLS).text
+        assert "Hm.\n<|tool_call_start|>[f(a='x', n=[1, True, None])]<|tool_call_end|><|im_end|>" in text
+        reader = d.reader(d.prompt(said("hi")), TOOLS)
+        parts = joined(reader.push(text[text.index("<|tool_call_start|>") :]))
+        assert isinstance(parts[0], Call) and json.loads(parts[0].arguments) == {"a": "x", "n": [1, True, None]}
+    assert "f()]" in d.prompt([*said("hi"), call("{oops")], TOOLS).text
+    tags = dialogue("{{ tools }}" + CHATML).prompt([*said("hi"), call({"a": 1})], TOOLS).text
+    assert '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call><|im_end|>' in tags
+
+
+def test_tools_in_the_system_message() -> None:
+    phi4 = (
+        "{% for message in messages %}{% if message['role'] == 'system' and message['tools'] %}"
+        "<|system|>{{ message['content'] }}<|tool|>{{ message['tools'] }}<|/tool|><|end|>"
+        "{% else %}<|{{ message['role'] }}|>{{ message['content'] }}<|end|>{% endif %}{% endfor %}"
+    )
+    d = dialogue(phi4)
+    assert d.dialect.name == "phi4"
+    for messages in (said("hi"), said("hi", system="rules")):
+        text = d.prompt(messages, TOOLS).text
+        tools = json.loads(text[text.index("<|tool|>") + 8 : text.index("<|/tool|>")])
+        assert [tool["name"] for tool in tools] == ["f"] and ("rules<|tool|>" in text) == (len(messages) == 2)
+    assert d.prompt(said("hi")).text == "<|user|>hi<|end|>"
