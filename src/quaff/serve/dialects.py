@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Container
 from dataclasses import dataclass, field
 
 from quaff.serve import demands
@@ -164,13 +165,18 @@ _TOLD_BY: tuple[tuple[tuple[str, ...], Dialect], ...] = (
 )
 
 
+_TOLD_BY_TOKENS = (KIMI, LFM2, GEMMA4, PHI4)
+
+
 def takes_tools(template: str) -> bool:
     """Whether a chat template writes the tools of a conversation itself."""
     return re.search(r"\btools\b", template) is not None
 
 
-def dialect_of(template: str) -> Dialect:
-    """The dialect that a chat template is written in, `PLAIN` for one that knows no tools."""
+def dialect_of(template: str, tokens: Container[str] = frozenset()) -> Dialect:
+    """The dialect that a chat template is written in, `PLAIN` for one that knows no tools. Some leave calls to the model: then its `tokens`
+    tell."""
     if not takes_tools(template):
         return HARMONY if "<|channel|>" in template and "<|message|>" in template else PLAIN
-    return next((dialect for words, dialect in _TOLD_BY if all(word in template for word in words)), HERMES)
+    told = next((dialect for words, dialect in _TOLD_BY if all(word in template for word in words)), None)
+    return told or next((dialect for dialect in _TOLD_BY_TOKENS if dialect.begin in tokens), HERMES)

@@ -20,7 +20,7 @@ from quaff.serve.forms import Form
 from quaff.serve.pieces import PieceCache, cuts
 from quaff.serve.plain_tools import with_plain_calls, with_plain_tools, with_tools_in_system
 from quaff.serve.replies import Replies
-from quaff.serve.shapes import Message, object_of, plainly, shapes, without_billing
+from quaff.serve.shapes import Message, object_of, plainly, shapes, with_responses, without_billing
 from quaff.serve.tools import Tools, arguments_object
 from quaff.tokenizer import Tokenizer
 from quaff.tokenizer.chat_template import check_messages
@@ -45,9 +45,10 @@ class Dialogue:
         self.tokenizer = tokenizer
         self.grammars = Grammars(tokenizer, vocab)
         template = tokenizer.chat_template.source if tokenizer.chat_template is not None else ""
-        self.dialect: Dialect = dialect_of(template)
+        self.dialect: Dialect = dialect_of(template, tokenizer.vocabulary.ids)
         self._plain = not takes_tools(template)
         self._writes_calls = "tool_calls" in template
+        self._joins_responses = "tool_responses" in template and re.search(r"==\s*['\"]tool['\"]", template) is None
         self._tools_in_system = re.search(r"message\[.tools.\]|message\.tools", template) is not None
         self._thinks = self.dialect.thinking[0].strip() in template or self.dialect.channels
         # Ids mean something to one vocabulary only.
@@ -163,6 +164,8 @@ class Dialogue:
             messages = with_plain_tools(messages, tools.shown)
         elif not self._writes_calls:
             messages = with_plain_calls(messages, self.dialect.pythonic)
+        if self._joins_responses:
+            messages = with_responses(messages)
         if self._tools_in_system:
             messages = with_tools_in_system(messages, tools.shown)
         return shapes(messages, self.dialect)

@@ -45,8 +45,8 @@ def shapes(messages: list[Message], dialect: Dialect) -> list[list[Message]]:
     """A conversation in the shapes that templates of a dialect take, the usual one first."""
     if dialect.short_ids:
         messages = [_with_short_ids(message) for message in messages]
-    if dialect.channels:
-        messages = [{**m, "thinking": m["reasoning_content"]} if m.get("reasoning_content") else m for m in messages]
+    # Templates know reasoning by one name or the other.
+    messages = [{**m, "thinking": m["reasoning_content"]} if m.get("reasoning_content") else m for m in messages]
     objects = [_with_arguments(message, as_text=False) for message in messages]
     out = [objects]
     if any(message.get("tool_calls") for message in messages):
@@ -66,6 +66,23 @@ def check_calls(calls: Any) -> None:
     )
     if not ok:
         raise PromptError("tool_calls must be a list of {'function': {'name': ..., 'arguments': ...}}")
+
+
+def with_responses(messages: Sequence[Message]) -> list[Message]:
+    """Results of tools as `tool_responses` of the message that called them: how Gemma 4's template wants them."""
+    out: list[Message] = []
+    for message in messages:
+        caller = out[-1] if out else None
+        if message["role"] != "tool" or caller is None or not caller.get("tool_calls"):
+            if message.get("tool_calls") and message.get("content"):
+                out.append({"role": message["role"], "content": message["content"]})
+                message = {**message, "content": ""}
+            out.append(message)
+            continue
+        answered = caller.get("tool_responses", [])
+        name = message.get("name") or caller["tool_calls"][min(len(answered), len(caller["tool_calls"]) - 1)]["function"]["name"]
+        out[-1] = {**caller, "tool_responses": [*answered, {"name": name, "response": message["content"]}]}
+    return out
 
 
 def object_of(arguments: Any) -> dict[str, Any] | None:

@@ -453,3 +453,34 @@ def test_tools_in_the_system_message() -> None:
         tools = json.loads(text[text.index("<|tool|>") + 8 : text.index("<|/tool|>")])
         assert [tool["name"] for tool in tools] == ["f"] and ("rules<|tool|>" in text) == (len(messages) == 2)
     assert d.prompt(said("hi")).text == "<|user|>hi<|end|>"
+
+
+def test_results_join_the_call_where_the_template_wants_them_there() -> None:
+    gemma4 = (
+        "{% if tools %}<|tool>{{ tools | tojson }}<tool|>{% endif %}"
+        "{% for m in messages %}<|turn>{{ 'model' if m.role == 'assistant' else m.role }}\n"
+        "{% for c in m.tool_calls or [] %}<|tool_call>call:{{ c.function.name }}{}<tool_call|>{% endfor %}"
+        "{% for r in m.tool_responses or [] %}<|tool_response>response:{{ r.name }}{value:{{ r.response }}}<tool_response|>{% endfor %}"
+        "{{ m.content }}{% if not m.tool_responses %}<turn|>\n{% endif %}{% endfor %}"
+    )
+    d = dialogue(gemma4)
+    assert d.dialect.name == "gemma4"
+    own = dialogue(gemma4 + "{% if messages[-1].role == 'tool' %}{% endif %}").prompt(
+        [*said("hi"), call({}), {"role": "tool", "content": "1"}], TOOLS
+    )
+    assert own.text.endswith("<|turn>tool\n1<turn|>\n")
+    both = call({}) | {"content": "Hm."}
+    both["tool_calls"] = [*both["tool_calls"], *call({}, "call_2", "g")["tool_calls"]]
+    results = [{"role": "tool", "content": "1", "tool_call_id": "call_1"}, {"role": "tool", "content": "2", "tool_call_id": "call_2"}]
+    text = d.prompt([*said("hi"), both, *results], TOOLS).text
+    answered = "<|tool_response>response:f{value:1}<tool_response|><|tool_response>response:g{value:2}<tool_response|>"
+    assert text.endswith(
+        f"<|turn>model\nHm.<turn|>\n<|turn>model\n<|tool_call>call:f{{}}<tool_call|><|tool_call>call:g{{}}<tool_call|>{answered}"
+    )
+
+
+def test_the_vocabulary_tells_what_the_template_does_not() -> None:
+    template = "{{ tools }}{% for m in messages %}{{ m.content }}{% endfor %}"
+    tokenizer = Tokenizer.from_metadata(byte_level(None, {"<|tool_calls_section_begin|>": 3}, chat_template=template))
+    assert Dialogue(tokenizer, tokenizer.vocab_size).dialect.name == "kimi"
+    assert dialogue(template).dialect.name == "hermes"
