@@ -47,6 +47,8 @@ def shapes(messages: list[Message], dialect: Dialect) -> list[list[Message]]:
         messages = [_with_short_ids(message) for message in messages]
     # Templates know reasoning by one name or the other.
     messages = [{**m, "thinking": m["reasoning_content"]} if m.get("reasoning_content") else m for m in messages]
+    if dialect.channels:
+        messages = [part for message in messages for part in _apart(message)]
     objects = [_with_arguments(message, as_text=False) for message in messages]
     out = [objects]
     if any(message.get("tool_calls") for message in messages):
@@ -88,6 +90,13 @@ def with_responses(messages: Sequence[Message]) -> list[Message]:
 def object_of(arguments: Any) -> dict[str, Any] | None:
     """The arguments of a call as an object; None when they are text that is none."""
     return arguments_object(arguments) if isinstance(arguments, str) else arguments if isinstance(arguments, dict) else {}
+
+
+def _apart(message: Message) -> list[Message]:
+    """What gpt-oss said before a call as a message of its own: its template takes reasoning or content beside calls, not both."""
+    if not (message.get("tool_calls") and message.get("thinking") and message.get("content")):
+        return [message]
+    return [{"role": message["role"], "content": message["content"]}, {**message, "content": ""}]
 
 
 def _with_arguments(message: Message, as_text: bool) -> Message:

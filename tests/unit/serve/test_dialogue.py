@@ -484,3 +484,15 @@ def test_the_vocabulary_tells_what_the_template_does_not() -> None:
     tokenizer = Tokenizer.from_metadata(byte_level(None, {"<|tool_calls_section_begin|>": 3}, chat_template=template))
     assert Dialogue(tokenizer, tokenizer.vocab_size).dialect.name == "kimi"
     assert dialogue(template).dialect.name == "hermes"
+
+
+def test_gpt_oss_takes_reasoning_or_content_beside_a_call() -> None:
+    strict = (
+        "{# <|channel|><|message|> #}{{ tools }}{% for m in messages %}"
+        "{% if m.tool_calls and m.thinking and m.content %}{{ raise_exception('not both') }}{% endif %}"
+        "[{{ m.thinking }}|{{ m.content }}|{{ m.tool_calls | length if m.tool_calls else 0 }}]{% endfor %}"
+    )
+    d = dialogue(strict)
+    assert d.dialect.name == "harmony"
+    text = d.prompt([*said("hi"), call({}) | {"content": "I look.", "reasoning_content": "Hm."}], TOOLS).text
+    assert text.endswith("[|hi|0][|I look.|0][Hm.||1]")
