@@ -4,15 +4,28 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 from tests.tiny import Tiny
-from tests.unit.cli.conftest import Cli
+from tests.unit.cli.conftest import Cli, Result
 
 from quaff import SamplingParams, load
 
 LARGE = Tiny(dim=1024, ffn_dim=4096, layers=6, heads=8, kv_heads=2, head_dim=64, vocab=4096, tied=False)
+
+
+@pytest.fixture
+def cli() -> Cli:
+    """In a process of its own: a budget is for all of a process, and this one holds what other tests left."""
+
+    def call(*arguments: object, stdin: bytes = b"") -> Result:
+        done = subprocess.run([sys.executable, "-m", "quaff", *map(str, arguments)], input=stdin, capture_output=True, check=False)
+        return Result(done.returncode, done.stdout.decode(), done.stderr.decode())
+
+    return call
 
 
 @pytest.fixture(scope="module")
