@@ -36,6 +36,7 @@ TOKENS_PER_WORD = 1.17  # of shuffled English words
 READY_SECONDS = 300
 REPEATED = 12
 SETTLED_SHARE = 0.4  # memory is compared from here on: caches and scratch have reached their sizes
+PREFIX_CACHE = "256MiB"  # soon full
 
 
 @dataclass(frozen=True)
@@ -216,7 +217,18 @@ def load(model: str, seconds: float, streams: int, stall_ms: int, threads: int) 
 
 
 def quaff_command(model: str, port: int, stall_ms: int, threads: int) -> list[str]:
-    more = ["--port", str(port), "--max-stall-ms", str(stall_ms), "--threads", str(threads)]
+    more = [
+        "--port",
+        str(port),
+        "--max-stall-ms",
+        str(stall_ms),
+        "--threads",
+        str(threads),
+        "--prefix-cache",
+        PREFIX_CACHE,
+        "--store",
+        "off",
+    ]
     return [sys.executable, "-m", "quaff", "serve", model, *more]
 
 

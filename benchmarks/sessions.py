@@ -148,7 +148,7 @@ def main() -> None:
                             show(turns[-1])
                 else:
                     for talk in talks:
-                        talk.tool_result(round(each / TOKENS_PER_WORD))
+                        talk.tool_result(round(min(each, 128) / TOKENS_PER_WORD))
                         again.append(talk.turn(client, args.model))
                         show(again[-1])
     bench_seconds(args.model, args.threads, turns + again)
