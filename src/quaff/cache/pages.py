@@ -239,24 +239,28 @@ class PageCache:
             self._refund(k, table)
         self.states.settle(sequence)
 
-    def _cover(self, s: _Sequence, what: str = "KV pages that another sequence shares") -> None:
-        """Credit for every page that a reserved sequence may still take: what it shares it may drop without getting anything back."""
+    def _cover(self, s: _Sequence, what: str = "KV pages that another sequence shares", length: int | None = None) -> None:
+        """Credit for every page that a reserved sequence may still take, once it is shortened to `length`: what it shares it may drop
+        without getting anything back."""
+        length = s.written if length is None else length
         short = []
         for k, table in enumerate(s.tables):
             need = 0
             if table.reserved and self.kinds[k].window:
                 need = table.reserved - sum(self._counts[k][page] == 1 for page in table.held())
             elif table.reserved:
-                need = table.reserved - table.pages + len(self._shared_tail(k, s))
+                pages = min(table.pages, pages_for(length))
+                dropped = sum(self._counts[k][int(page)] == 1 for page in table.ids[pages : table.pages])
+                need = table.reserved - pages + len(self._shared_tail(k, table, length, pages)) - dropped
             short.append(max(0, need - table.credit))
         self.accountant.take(sum(n * pool.page_bytes for n, pool in zip(short, self.pools, strict=True)), what)
         for n, table in zip(short, s.tables, strict=True):
             table.credit += n
 
-    def _shared_tail(self, kind: int, s: _Sequence) -> list[int]:
-        """Indices of pages that the next rows write into and another holds too: they must be copied first."""
-        table, counts = s.tables[kind], self._counts[kind]
-        return [p for p in range(s.written // PAGE, table.pages) if counts[int(table.ids[p])] > 1]
+    def _shared_tail(self, kind: int, table: _Table, length: int, pages: int) -> list[int]:
+        """Indices of the first `pages` pages that rows from `length` on write into and another holds too: they must be copied first."""
+        counts = self._counts[kind]
+        return [p for p in range(length // PAGE, pages) if counts[int(table.ids[p])] > 1]
 
     def peak_pages(self, kind: int, positions: int, step_rows: int) -> int:
         """Most pages of a kind that a sequence of `positions`, grown by at most `step_rows` at a time, holds at once."""
@@ -276,9 +280,9 @@ class PageCache:
             return
         for k, table in enumerate(s.tables):
             pool, counts = self.pools[k], self._counts[k]
-            self._pay(k, table, len(self._shared_tail(k, s)) + max(0, pages_for(end) - table.pages))
+            self._pay(k, table, len(self._shared_tail(k, table, s.written, table.pages)) + max(0, pages_for(end) - table.pages))
             # The tail is looked at anew: a cache may have given way to pay for it.
-            for p in self._shared_tail(k, s):
+            for p in self._shared_tail(k, table, s.written, table.pages):
                 page = int(table.ids[p])
                 copy = pool.copy(page)
                 table.credit -= 1
@@ -311,9 +315,11 @@ class PageCache:
         self._trim(s)
 
     def truncate(self, sequence: int, length: int) -> None:
-        """Shorten to `length` positions; ValueError when that needs positions, or a state, that were given back."""
+        """Shorten to `length` positions; ValueError when that needs positions, or a state, that were given back, MemoryBudgetError when a
+        reserved sequence shares pages that it would have to take anew. Neither changes anything."""
         s = self._sequences[sequence]
         self._check_length(sequence, length)
+        self._cover(s, length=length)
         self.states.truncate(sequence, length)
         s.written = length
         s.snapshots = {position for position in s.snapshots if position <= length}
