@@ -18,7 +18,7 @@ def test_every_type_agrees_with_plain_code(capsys: pytest.CaptureFixture[str]) -
     assert [(r["type"], r["rows"], r["batch"]) for r in report["rows"]] == [
         (name, rows, batch) for name in ops.HALVES for rows in (80, 48) for batch in (1, 7, 13)
     ]
-    assert all(r["gmacs"] > 0 and r["gbps"] > 0 and r["int8_share"] < 2 for r in report["rows"])
+    assert all(r["gmacs"] > 0 and r["gbps"] > 0 and r["int8_share"] > 0 for r in report["rows"])
 
 
 def test_a_wrong_bit_fails(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
