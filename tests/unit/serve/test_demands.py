@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from tests.unit.serve.reading_answers import read
 from tests.unit.tokenizer.small_vocabulary import byte_level
 
-from quaff.engine.grammar import Grammars
+from quaff.engine.grammar import Grammar, Grammars
 from quaff.errors import ConfigError
 from quaff.serve import dialects as d
 from quaff.serve.demands import Writer
@@ -38,6 +38,18 @@ def tokenizer_of(dialect: Dialect, special: bool) -> Tokenizer:
     return Tokenizer.from_metadata(byte_level([], {**marks, "<|im_end|>": 3}))
 
 
+def walk(grammar: Grammar, tokenizer: Tokenizer, rng: np.random.Generator) -> list[int]:
+    """Ids of one answer that the grammar allows, each drawn from all that may come next."""
+    constraint, ids = grammar.start(), list[int]()
+    while not constraint.ended and len(ids) < 400:
+        token = int(rng.choice(np.flatnonzero(constraint.allowed())))
+        if token in tokenizer.end_ids:
+            break
+        constraint.accept(token)
+        ids.append(token)
+    return ids
+
+
 @pytest.mark.parametrize("special", [True, False])
 @pytest.mark.parametrize("dialect", ALL, ids=lambda dialect: dialect.name)
 def test_every_walk_is_a_call(dialect: Dialect, special: bool) -> None:
@@ -46,13 +58,7 @@ def test_every_walk_is_a_call(dialect: Dialect, special: bool) -> None:
     grammar = Grammars(tokenizer, tokenizer.vocab_size).lark("start: calls\n" + dialect.demand(Writer(tokenizer, TOOLS)))
     rng, names = np.random.default_rng(7), set()
     for _ in range(8):
-        constraint, ids = grammar.start(), list[int]()
-        while not constraint.ended and len(ids) < 400:
-            token = int(rng.choice(np.flatnonzero(constraint.allowed())))
-            if token in tokenizer.end_ids:
-                break
-            constraint.accept(token)
-            ids.append(token)
+        ids = walk(grammar, tokenizer, rng)
         ((kind, name, arguments),) = read(dialect, [tokenizer.decode(ids, skip_special=False)], {"f": SHORT, "g": {}})
         assert kind == "call"
         names.add(name)
@@ -72,13 +78,7 @@ def test_several_calls_only_where_they_are_allowed(dialect: Dialect) -> None:
         grammar = Grammars(tokenizer, tokenizer.vocab_size).lark("start: calls\n" + dialect.demand(Writer(tokenizer, [("g", {})], several)))
         found = set()
         for _ in range(12):
-            constraint, ids = grammar.start(), list[int]()
-            while not constraint.ended and len(ids) < 400:
-                token = int(rng.choice(np.flatnonzero(constraint.allowed())))
-                if token in tokenizer.end_ids:
-                    break
-                constraint.accept(token)
-                ids.append(token)
+            ids = walk(grammar, tokenizer, rng)
             found.add(len(read(dialect, [tokenizer.decode(ids, skip_special=False)], {"g": {}})))
         counts[several] = found
     assert counts[False] == {1}
