@@ -24,6 +24,8 @@ _NAME = re.compile(r"[0-9a-f]{32}-([0-9a-f]{32})-(\d{1,13})\.(block|place)")
 _TEMPORARY = ".writing-"
 _RECOUNT_SHARE = 16
 """The folder is counted again after a sixteenth of the cap was written: other processes write to it too."""
+_ATTEMPTS = 16
+"""To create a file in a folder that others clear at the same time."""
 _SPARE_BYTES = 256 << 20
 """Room that is left on the disk for others."""
 
@@ -44,12 +46,13 @@ class _File:
     end: int
     nbytes: int
     path: str
+    writing: bool
 
 
 class Shelf:
     """The files of one model in `folder`, which has room for `cap_bytes` of the files of all models. Not locked: one thread writes.
 
-    OSError, of a full disk or a folder that cannot be written, comes out of `write` and `make_room`; reading finds nothing instead.
+    OSError, of a full disk or a folder that cannot be written, comes out of `write`; reading finds nothing instead.
     """
 
     def __init__(self, folder: Path, model: str, cap_bytes: int) -> None:
@@ -58,7 +61,7 @@ class Shelf:
         self.cap_bytes = cap_bytes
         self.evicted = 0
         self._used = 0
-        self._uncounted: int | None = None
+        self._uncounted = cap_bytes
 
     def path(self, name: str) -> Path:
         return self.model / name[:2] / name
@@ -91,43 +94,55 @@ class Shelf:
             os.close(fd)
 
     def write(self, name: str, buffers: Sequence[Buffer], used_ns: int) -> int:
-        """Write a file and return its bytes. It appears when all of it is on the disk, last used at `used_ns`."""
-        path = self.path(name)
-        temporary = path.with_name(f"{_TEMPORARY}{secrets.token_hex(8)}")
+        """Make room for a file, write it and return its bytes. It appears when all of it is on the disk, last used at `used_ns`."""
+        nbytes = sum(len(buffer) for buffer in buffers)
         with contextlib.ExitStack() as stack:
-            fd = self._create(temporary)
+            fd, temporary = self._create(self.path(name).parent)
             stack.callback(os.close, fd)
+            self._used += nbytes
+            self._uncounted += nbytes
             try:
-                # Held while it is written: who can lock a temporary file has found one whose writer is dead.
-                with contextlib.suppress(OSError):  # a file system without locks: then nobody can
-                    fcntl.flock(fd, fcntl.LOCK_EX)
-                nbytes = sum(_write(fd, buffer) for buffer in buffers)
+                # It has its size before room is made: processes that make room at one time see each other's files.
+                os.ftruncate(fd, nbytes)
+                self._make_room(nbytes)
+                for buffer in buffers:
+                    _write(fd, buffer)
                 os.utime(fd, ns=(used_ns, used_ns))
                 os.fsync(fd)
-                os.rename(temporary, path)
+                os.rename(temporary, self.path(name))
             except BaseException:
+                self._used -= nbytes
                 with contextlib.suppress(OSError):
                     os.unlink(temporary)
                 raise
-        if self._uncounted is not None:
-            self._used += nbytes
-            self._uncounted += nbytes
         return nbytes
 
-    def _create(self, path: Path) -> int:
+    def _create(self, folder: Path) -> tuple[int, Path]:
+        """A new temporary file, locked: who can lock one has found one whose writer is dead."""
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
-        for folder in (self.folder.parent, self.folder, self.model, path.parent):
-            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        return os.open(path, flags, 0o600)
+        for _ in range(_ATTEMPTS):
+            for parent in (self.folder.parent, self.folder, self.model, folder):
+                parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            path = folder / f"{_TEMPORARY}{secrets.token_hex(8)}"
+            # Others remove empty folders, and what is not locked yet.
+            with contextlib.suppress(FileNotFoundError):
+                fd = os.open(path, flags, 0o600)
+                with contextlib.suppress(OSError):  # a file system without locks: then nobody can
+                    fcntl.flock(fd, fcntl.LOCK_EX)
+                if os.fstat(fd).st_nlink:
+                    return fd, path
+                os.close(fd)
+        raise OSError(errno.EBUSY, os.strerror(errno.EBUSY))
 
     def sync(self, names: Iterable[str]) -> None:
         """Make the appearance of files last through a power cut."""
         for folder in {self.path(name).parent for name in names}:
-            fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-            try:
-                os.fsync(fd)
-            finally:
-                os.close(fd)
+            with contextlib.suppress(FileNotFoundError):  # what it held has been removed already
+                fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+                try:
+                    os.fsync(fd)
+                finally:
+                    os.close(fd)
 
     def touch(self, names: Iterable[str], used_ns: int) -> None:
         for name in names:
@@ -138,59 +153,63 @@ class Shelf:
         with contextlib.suppress(OSError):
             os.unlink(self.path(name))
 
-    def make_room(self, nbytes: int) -> None:
-        """Remove what was not used for longest until `nbytes` more fit under the cap; of one age, what comes last in its chain."""
-        if nbytes + _SPARE_BYTES > shutil.disk_usage(_existing(self.folder)).free:
+    def _make_room(self, nbytes: int) -> None:
+        """Remove what was not used for longest until a file of `nbytes` that is being written fits under the cap; of one age, what comes
+        last in its chain."""
+        if nbytes + _SPARE_BYTES > shutil.disk_usage(self.folder).free:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        counted = self._uncounted is not None and self._uncounted * _RECOUNT_SHARE < self.cap_bytes
-        if counted and self._used + nbytes <= self.cap_bytes:
+        if self._uncounted * _RECOUNT_SHARE <= self.cap_bytes and self._used <= self.cap_bytes:
             return
-        files = sorted(self._count(), key=lambda f: (f.mtime_ns, -f.end))
+        files = sorted(self._files(), key=lambda f: (f.mtime_ns, -f.end))
         self._used, self._uncounted = sum(f.nbytes for f in files), 0
         for file in files:
-            if self._used + nbytes <= self.cap_bytes:
+            if self._used <= self.cap_bytes:
                 return
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(file.path)
-            self._used -= file.nbytes
-            self.evicted += 1
-            with contextlib.suppress(OSError):  # where it was the last of its folder
-                os.rmdir(os.path.dirname(file.path))
+            if not file.writing:
+                self._remove(file)
 
-    def _count(self) -> Iterator[_File]:
+    def _remove(self, file: _File) -> None:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(file.path)
+        self._used -= file.nbytes
+        self.evicted += 1
+        with contextlib.suppress(OSError):  # where it was the last of its folder
+            os.rmdir(os.path.dirname(file.path))
+
+    def _files(self) -> Iterator[_File]:
         """Every file of the tier, of all models; what was left behind half written is removed."""
         for folder, _, names in os.walk(self.folder):
             for name in names:
                 path = os.path.join(folder, name)
-                if name.startswith(_TEMPORARY):
-                    _remove_abandoned(path)
-                elif match := _NAME.fullmatch(name):
+                writing = name.startswith(_TEMPORARY)
+                match = _NAME.fullmatch(name)
+                if (writing and not _removed_abandoned(path)) or match:
                     with contextlib.suppress(OSError):
                         status = os.stat(path, follow_symlinks=False)
-                        yield _File(status.st_mtime_ns, int(match[2]), status.st_size, path)
+                        yield _File(status.st_mtime_ns, int(match[2]) if match else 0, status.st_size, path, writing)
 
 
-def _existing(folder: Path) -> Path:
-    """The folder, or the nearest one above it that there is."""
-    return next(f for f in (folder, *folder.parents) if f.exists())
-
-
-def _write(fd: int, buffer: Buffer) -> int:
+def _write(fd: int, buffer: Buffer) -> None:
     view = memoryview(buffer)
     done = 0
     while done < len(view):
         done += os.write(fd, view[done:])
-    return done
 
 
-def _remove_abandoned(path: str) -> None:
-    with contextlib.suppress(OSError):
+def _removed_abandoned(path: str) -> bool:
+    """Remove a temporary file unless its writer holds it; True when it is gone."""
+    try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             os.unlink(path)
         finally:
             os.close(fd)
+    except FileNotFoundError:
+        return True
+    except OSError:
+        return False
+    return True
 
 
 def now_ns() -> int:

@@ -355,7 +355,6 @@ class Store:
         self._shelf.touch([piece.name for piece in every], used_ns)
         if not new:
             return
-        self._shelf.make_room(sum(piece.file_bytes(self.layout) for piece in new))
         for piece in new:
             if self._stopping:
                 return

@@ -68,19 +68,18 @@ def test_the_least_used_files_go_first_and_of_one_age_the_deepest(shelf: Shelf) 
     shelf.write(name(1, 1, 256), [bytes(300)], 50)
     shelf.write(name(1, 2, 512), [bytes(300)], 50)
     shelf.write(name(1, 3, 300, "place"), [bytes(300)], 20)
-    shelf.make_room(100)
+    shelf.write(name(2, 4, 256), [bytes(100)], 60)
     assert shelf.evicted == 0
-    shelf.make_room(101)
-    assert (files(shelf.folder), shelf.evicted) == ([name(1, 1, 256), name(1, 2, 512)], 1)
-    shelf.make_room(500)
-    assert files(shelf.folder) == [name(1, 1, 256)]
+    shelf.write(name(2, 5, 256), [bytes(1)], 60)
+    assert (files(shelf.folder), shelf.evicted) == ([name(1, 1, 256), name(1, 2, 512), name(2, 4, 256), name(2, 5, 256)], 1)
+    shelf.write(name(2, 6, 256), [bytes(400)], 60)
+    assert files(shelf.folder) == [name(1, 1, 256), name(2, 4, 256), name(2, 5, 256), name(2, 6, 256)]
 
 
 def test_room_is_made_among_the_files_of_all_models_and_of_nobody_else(tmp_path: Path) -> None:
     one, two = Shelf(tmp_path, "one", 1000), Shelf(tmp_path, "two", 1000)
     one.write(name(1, 1), [bytes(600)], 10)
     (tmp_path / "one" / "README").write_bytes(bytes(5000))
-    two.make_room(600)
     two.write(name(1, 1), [bytes(600)], 20)
     assert not one.has(name(1, 1))
     assert two.has(name(1, 1))
@@ -89,33 +88,62 @@ def test_room_is_made_among_the_files_of_all_models_and_of_nobody_else(tmp_path:
 
 def test_what_other_processes_write_is_noticed_after_a_sixteenth_of_the_cap(tmp_path: Path) -> None:
     mine, other = Shelf(tmp_path, "m", 16000), Shelf(tmp_path, "m", 16000)
-    mine.make_room(1)
+    mine.write(name(2, 99), [bytes(1)], 100)
     for i in range(15):
-        other.make_room(1000)
         other.write(name(1, i), [bytes(1000)], i)
     for i in range(3):
-        mine.make_room(1000)
         mine.write(name(2, i), [bytes(1000)], 100 + i)
     total = sum(p.stat().st_size for p in tmp_path.rglob("*") if p.is_file())
     assert total <= 17000
     assert mine.evicted
 
 
-def test_abandoned_files_are_removed_and_those_being_written_are_not(shelf: Shelf, monkeypatch: pytest.MonkeyPatch) -> None:
-    shelf.write(name(1, 1), [b"x"], 1)
-    abandoned = shelf.path(name(1, 1)).parent / ".writing-0123"
-    abandoned.write_bytes(bytes(10))
-    seen = []
+def test_what_others_are_writing_takes_room_and_is_not_removed(shelf: Shelf, monkeypatch: pytest.MonkeyPatch) -> None:
+    shelf.write(name(1, 1), [bytes(300)], 1)
+    other = Shelf(shelf.folder, "model", shelf.cap_bytes)
+    seen: list[str] = []
 
     def during(fd: int) -> None:
-        Shelf(shelf.folder, "model", 1000).make_room(1)
-        seen.extend(files(shelf.folder))
+        if not seen:
+            seen.append("other")
+            other.write(name(1, 3), [bytes(600)], 2)
+            seen.extend(files(shelf.folder))
 
     monkeypatch.setattr(shelf_module.os, "fsync", during)
-    shelf.write(name(1, 2), [b"y"], 2)
-    assert not abandoned.exists()
+    shelf.write(name(1, 2), [bytes(300)], 2)
     assert sum(n.startswith(".writing-") for n in seen) == 1
-    assert files(shelf.folder) == [name(1, 1), name(1, 2)]
+    assert files(shelf.folder) == [name(1, 2), name(1, 3)]
+
+
+def test_abandoned_files_are_removed(shelf: Shelf) -> None:
+    abandoned = shelf.path(name(1, 1)).parent / ".writing-0123"
+    abandoned.parent.mkdir(parents=True)
+    abandoned.write_bytes(bytes(10))
+    shelf.write(name(1, 1), [b"x"], 1)
+    assert files(shelf.folder) == [name(1, 1)]
+
+
+@pytest.mark.parametrize("taken", ["folder", "file"])
+def test_what_others_clear_away_is_created_again(shelf: Shelf, taken: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another process removes the folder while it is empty, or the file before it is locked."""
+    opened = shelf_module.os.open
+    cleared: list[str] = []
+
+    def late(path: Path, *args: int) -> int:
+        if Path(path).name.startswith(".writing-") and len(cleared) < 3:
+            cleared.append(taken)
+            if taken == "folder":
+                Path(path).parent.rmdir()
+                return opened(path, *args)
+            fd = opened(path, *args)
+            Path(path).unlink()
+            return fd
+        return opened(path, *args)
+
+    monkeypatch.setattr(shelf_module.os, "open", late)
+    shelf.write(name(1, 1), [b"x"], 1)
+    assert len(cleared) == 3
+    assert files(shelf.folder) == [name(1, 1)]
 
 
 def test_a_file_system_without_locks_is_written_all_the_same(shelf: Shelf, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -123,19 +151,20 @@ def test_a_file_system_without_locks_is_written_all_the_same(shelf: Shelf, monke
         raise OSError(37, "No locks available")
 
     monkeypatch.setattr(shelf_module.fcntl, "flock", refuse)
-    shelf.write(name(1, 1), [b"x"], 1)
     left = shelf.path(name(1, 1)).parent / ".writing-0123"
+    left.parent.mkdir(parents=True)
     left.write_bytes(b"perhaps another's")
-    shelf.make_room(1)
+    shelf.write(name(1, 1), [b"x"], 1)
     assert files(shelf.folder) == [".writing-0123", name(1, 1)]
 
 
 def test_a_disk_that_is_nearly_full_is_left_alone(shelf: Shelf, monkeypatch: pytest.MonkeyPatch) -> None:
     usage = shelf_module.shutil.disk_usage("/")
     monkeypatch.setattr(shelf_module.shutil, "disk_usage", lambda path: usage._replace(free=(256 << 20) + 99))
-    shelf.make_room(99)
+    shelf.write(name(1, 1), [bytes(99)], 1)
     with pytest.raises(OSError, match="No space left"):
-        shelf.make_room(100)
+        shelf.write(name(1, 2), [bytes(100)], 1)
+    assert files(shelf.folder) == [name(1, 1)]
 
 
 @pytest.mark.parametrize("what", ["pipe", "link", "folder"])
