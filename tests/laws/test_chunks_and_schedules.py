@@ -1,7 +1,4 @@
-"""Law: chunk size and order of cells never show, for any thread count and instruction set.
-
-Chunk size shows (mlx-lm 619, llama.cpp 4479): sizes 1, 2, 7 ... n must give equal logits of every row and equal KV bytes.
-"""
+"""Law: chunk size and order of cells never show, for any thread count and instruction set."""
 
 import itertools
 
@@ -32,6 +29,7 @@ def whole(model: Tinyrun, wholes: dict[int, Trace]) -> Trace:
 
 @pytest.mark.parametrize(("isa", "threads"), list(itertools.product(ISAS, THREADS)))
 def test_every_chunk_size_and_schedule_gives_the_same_bits(model: Tinyrun, wholes: dict[int, Trace], isa: str, threads: int) -> None:
+    """Chunk size shows (mlx-lm 619, llama.cpp 4479): every row's logits and all KV bytes are equal."""
     expected = whole(model, wholes)
     model.use(isa, threads)
     for order in ORDERS:
@@ -83,7 +81,7 @@ def test_a_wrong_order_fails_the_comparison(
 
 
 def test_two_then_three_is_two_and_three(model: Tinyrun) -> None:
-    """llama.cpp 4479: evaluating [2] and then [3] must be evaluating [2, 3]."""
+    """Chunk size shows (llama.cpp 4479): evaluating [2] and then [3] must be evaluating [2, 3]."""
     assert not model.read([2, 3], cuts=[1]).difference(model.read([2, 3]))
 
 

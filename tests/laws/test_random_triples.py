@@ -1,7 +1,4 @@
-"""Law: for any (prompt, cached, chunk) the bits are those of a cold run.
-
-Short suffix (mlxcel 183, mlx-node 33): a hit that leaves fewer rows than a chunk must neither crash nor count an offset twice.
-"""
+"""Law: for any (prompt, cached, chunk) the bits are those of a cold run."""
 
 import pytest
 from hypothesis import example, given, settings
@@ -44,6 +41,7 @@ def joined(parts: tuple[Trace, Trace]) -> Trace:
 def test_random_prompt_cached_chunk(
     models: dict[str, Tinyrun], name: str, lengths: tuple[int, int], chunk: int, schedule: str, fork: bool, isa: str, threads: int
 ) -> None:
+    """Short suffix (mlxcel 183, mlx-node 33): a hit that leaves fewer rows than a chunk must neither crash nor count an offset twice."""
     model, (n, cached) = models[name], lengths
     tokens = prompt(model.vocab, n, seed=n * 1000 + cached)
     model.use(isa, threads)

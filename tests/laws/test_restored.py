@@ -14,7 +14,7 @@ from quaff.schedule import Order
 
 KEY = bytes(32)
 LENGTH = 2 * BLOCK + 70
-PLACES = (1, PAGE - 1, PAGE, PAGE + 1, BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK, LENGTH - 30)
+PLACES = (1, *(n * size + i for size in (PAGE, BLOCK) for n in (1, 2) for i in (-1, 0, 1)), LENGTH - 30)
 
 
 def make_store(model: Tinyrun, folder: Path) -> Store:
@@ -54,7 +54,7 @@ def rest(trace: Trace, start: int) -> Trace:
 
 
 def test_a_restored_prefix_continues_with_the_bits_of_a_cold_run(model: Tinyrun, tmp_path: Path) -> None:
-    """At block and page boundaries and beside them (sglang 22819), into memory that held something else."""
+    """Block boundary (sglang 22819), of pages and of files, and the positions beside them; into memory that held something else."""
     tokens = prompt(model.vocab, LENGTH, seed=1)
     cold = model.read(tokens)
     held = model.cache.pages_in_use, model.cache.states.slots_in_use

@@ -3,12 +3,16 @@
 Kinds of fault from other engines, each with the right value kept as a test.
 """
 
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from tests.laws.paths import prompt
-from tests.tiny import CASES
+from tests.tiny import CASES, Tiny
 
 import quaff
 from quaff import LLM, SamplingParams
@@ -96,13 +100,70 @@ def test_every_row_of_every_chunk_size_has_one_hash(llm: LLM) -> None:
     assert (other.logits_sha256, other.kv_sha256) not in seen
 
 
-def test_the_head_runs_for_one_row_and_its_memory_does_not_grow(llm: LLM) -> None:
+@pytest.mark.parametrize("name", ["llama-gqa", "gemma3"])
+def test_15000_tokens_in_steps_of_2048_and_of_8192(name: str, tmp_path: Path) -> None:
+    """Chunk size shows (mlx-lm 619), with the numbers of its report."""
+    tiny = replace(CASES[name], context=16384, heads=2, kv_heads=1)
+    seen = set()
+    with quaff.load(tiny.write(tmp_path / "m.gguf"), threads=2) as llm:
+        tokens = prompt(llm.config.vocab, 15_000, seed=6)
+        for chunk in (2048, 8192):
+            llm.configure(chunk=chunk)
+            result = llm.prefill(tokens)
+            assert result.logits is not None
+            answer = llm.generate(tokens, SamplingParams(max_tokens=20, ignore_eos=True), state=result.state)
+            seen.add((result.logits.tobytes(), result.kv_sha256, answer.text))
+            result.state.close()
+    assert len(seen) == 1
+
+
+def test_the_head_runs_for_one_row(llm: LLM) -> None:
     """Logits for every row (mlx-vlm 2119): a prompt's length must not show in the logits made."""
     for n in (2, 127, 129, 300):
         result = llm.prefill(prompt(llm.config.vocab, n, seed=5))
         assert result.logits is not None
         assert result.logits.shape == (llm.config.vocab,)
         assert result.counters.head_rows == 1
+
+
+PEAKS = """
+import contextlib, re, sys
+import quaff
+from tests.laws.paths import prompt
+
+
+def peak() -> int:
+    with open("/proc/self/status") as file:
+        return int(re.search(r"VmHWM:\\s*(\\d+) kB", file.read())[1]) << 10
+
+
+with quaff.load(sys.argv[1], threads=1) as llm:
+    tokens = prompt(llm.config.vocab, 2049)
+    llm.prefill(tokens[:300])
+    with contextlib.suppress(OSError), open("/proc/self/clear_refs", "w") as file:
+        file.write("5")  # forget the peak of loading
+    peaks = [peak()]
+    for chunk in (512, 2048):
+        llm.configure(chunk=chunk)
+        for length in (2047, 2049):
+            llm.prefill(tokens[:length])
+    peaks.append(peak())
+    llm.prefill(tokens[:2047], logits="all")
+    peaks.append(peak())
+    print(*peaks)
+"""
+
+
+def test_the_peak_of_memory_does_not_know_of_steps(tmp_path: Path) -> None:
+    """Logits for every row (mlx-vlm 2119): 2047 tokens took 1 GB more than 2049, because what fitted into one step got all its logits."""
+    path = Tiny(vocab=16_000).write(tmp_path / "m.gguf")
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    result = subprocess.run([sys.executable, "-c", PEAKS, path], env=environment, capture_output=True, text=True, check=True)
+    before, after, control = map(int, result.stdout.split())
+    every = 2047 * 16_000 * 4
+    assert after - before < every / 4
+    # Control: the same prompt with all its logits.
+    assert control - after > every / 2
 
 
 def test_a_prompt_that_is_too_long_is_refused_with_both_counts(tmp_path: Path) -> None:

@@ -101,15 +101,17 @@ class EngineLoop:
         request = self.engine.request(tokens, **options)
         client = _Client(request, listen, len(tokens))
         with self._wake:
-            if self._closing:
-                raise QuaffError("the server is shutting down; no more requests are taken")
-            if self.waiting >= self.max_waiting:
-                raise QueueFullError(
-                    f"{self.waiting} requests are waiting, as many as the queue takes; try again later", self._retry_after()
-                )
+            self.check_room()
             self._inbox.append(client)
             self._wake.notify()
         return request
+
+    def check_room(self) -> None:
+        """QueueFullError or QuaffError where `submit` would raise it now: before work is done for a request that cannot come in."""
+        if self._closing:
+            raise QuaffError("the server is shutting down; no more requests are taken")
+        if self.waiting >= self.max_waiting:
+            raise QueueFullError(f"{self.waiting} requests are waiting, as many as the queue takes; try again later", self._retry_after())
 
     def cancel(self, request: Request) -> None:
         """End a request; its listener still hears that it is done. A step that computes for it alone ends at the next cell boundary."""

@@ -155,6 +155,12 @@ class Generation:
             if self._request is not None:
                 self._engine_loop.cancel(self._request)
 
+    def fail(self, error: Exception) -> None:
+        """End with an error of what comes before the request."""
+        self.cancel()
+        self._error = error
+        self._news.set()
+
     def _take(self, update: Update, delta: Delta, at: float) -> None:
         try:
             self._note(update, delta, at)
@@ -171,8 +177,8 @@ class Generation:
         if delta.tokens or delta.text:
             self._inbox.append(delta)
         if update.done:
-            self._error = request.error
-            if request.error is None:
+            self._error = self._error or request.error
+            if self._error is None:
                 self.result = self._result_of(request)
 
     def _add_progress(self, update: Update, at: float) -> None:

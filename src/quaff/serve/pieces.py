@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import threading
+from array import array
 from collections import OrderedDict
+from collections.abc import Sequence
 
 from quaff.tokenizer import Tokenizer
 
@@ -33,7 +35,7 @@ class PieceCache:
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         self._lock = threading.Lock()
-        self._ids: OrderedDict[str, list[int]] = OrderedDict()
+        self._ids: OrderedDict[str, array[int]] = OrderedDict()
         self._characters = 0
 
     def encode(self, text: str, at: int, ids: list[int], edges: list[tuple[int, int]]) -> None:
@@ -48,7 +50,7 @@ class PieceCache:
                 ids += self._piece(piece)
                 at += len(piece)
 
-    def _piece(self, piece: str) -> list[int]:
+    def _piece(self, piece: str) -> Sequence[int]:
         if len(piece) < _WORTH_CACHING:
             return self._tokenizer.encode(piece, add_special=False)
         with self._lock:
@@ -58,7 +60,7 @@ class PieceCache:
         ids = self._tokenizer.encode(piece, add_special=False)
         with self._lock:
             if piece not in self._ids and len(piece) <= _CACHED_CHARACTERS:
-                self._ids[piece] = ids
+                self._ids[piece] = array("i", ids)
                 self._characters += len(piece)
                 while self._characters > _CACHED_CHARACTERS:
                     self._characters -= len(self._ids.popitem(last=False)[0])

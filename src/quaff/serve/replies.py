@@ -11,6 +11,7 @@ import logging
 import os
 import threading
 import zlib
+from array import array
 from collections import OrderedDict
 from dataclasses import dataclass
 from hashlib import blake2b
@@ -25,6 +26,8 @@ log = logging.getLogger("quaff.serve")
 MAX_REPLIES = 4096
 MAX_IDS = 8 << 20
 """Ids of all replies that are kept, 4 bytes each."""
+SPARE_LINES = 64
+"""The file may have twice as many lines as there are replies, and so many more, before it is written anew."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +36,7 @@ class Reply:
 
     start: int
     end: int
-    ids: tuple[int, ...]
+    ids: array[int]
     call: str = ""
 
 
@@ -47,6 +50,7 @@ class Replies:
         self._replies: OrderedDict[bytes, Reply] = OrderedDict()
         self._by_call: dict[str, bytes] = {}
         self._held = 0
+        self._lines = 0
         if path is not None:
             self._load(path)
 
@@ -55,7 +59,7 @@ class Replies:
         if not ids or not text or len(ids) > MAX_IDS:
             return
         digest = _digest(prompt + text)
-        reply = Reply(len(prompt), len(prompt) + len(text), ids, call)
+        reply = Reply(len(prompt), len(prompt) + len(text), array("i", ids), call)
         with self._lock:
             if self._replies.get(digest) == reply:
                 self._replies.move_to_end(digest)
@@ -63,6 +67,9 @@ class Replies:
             self._add(digest, reply)
             if self._path is not None:
                 self._append(self._path, [_line(digest, reply)])
+                self._lines += 1
+                if self._lines > 2 * len(self._replies) + SPARE_LINES:
+                    self._rewrite(self._path)
 
     def find(self, text: str) -> list[Reply]:
         """The replies that `text` holds, in order, none inside another."""
@@ -118,31 +125,35 @@ class Replies:
                 self._add(*entry)
         if damaged:
             log.warning("%s: %d of %d lines are damaged and were skipped", one_line(str(path)), damaged, len(lines))
-        if damaged or len(lines) > 2 * len(self._replies) + 64:
+        self._lines = len(lines)
+        if damaged or len(lines) > 2 * len(self._replies) + SPARE_LINES:
             self._rewrite(path)
 
     def _rewrite(self, path: Path) -> None:
         """Only what is still kept, by a new file in place of the old one."""
         temporary = path.with_name(f"{path.name}.{os.getpid()}.new")
         temporary.unlink(missing_ok=True)
-        self._append(temporary, [_line(digest, reply) for digest, reply in self._replies.items()])
+        self._lines = len(self._replies)
         try:
-            os.replace(temporary, path)
+            if self._append(temporary, [_line(digest, reply) for digest, reply in self._replies.items()]):
+                os.replace(temporary, path)
         except OSError as error:
             log.warning("replies cannot be written: %s", one_line(str(error)))
 
-    def _append(self, path: Path, lines: list[bytes]) -> None:
-        """One write at the end of the file; a full disk costs what a restart would have found, nothing else."""
+    def _append(self, path: Path, lines: list[bytes]) -> bool:
+        """One write at the end of the file; a full disk costs what a restart would have found, nothing else. True when all is written."""
         try:
             path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
             try:
                 # A line that a crash cut short must not swallow the next one.
-                os.write(file, b"\n" + b"\n".join(lines) + b"\n")
+                data = b"\n" + b"\n".join(lines) + b"\n"
+                return os.write(file, data) == len(data)
             finally:
                 os.close(file)
         except OSError as error:
             log.warning("replies cannot be written: %s", one_line(str(error)))
+            return False
 
 
 def _digest(text: str) -> bytes:
@@ -162,6 +173,6 @@ def _parsed(line: bytes) -> tuple[bytes, Reply] | None:
         if zlib.crc32(body.encode()) != check:
             return None
         digest, start, end, ids, call = json.loads(body)
-        return bytes.fromhex(digest), Reply(start, end, tuple(np.frombuffer(base64.b64decode(ids), dtype="<i4").tolist()), call)
+        return bytes.fromhex(digest), Reply(start, end, array("i", np.frombuffer(base64.b64decode(ids), dtype="<i4").tolist()), call)
     except (ValueError, TypeError, AttributeError, RecursionError):
         return None

@@ -94,7 +94,8 @@ class Service:
     async def start(self, job: Job, n: int = 1) -> tuple[Generation, ...]:
         """Queue `n` completions of one prompt; they share its state.
 
-        ApiError 400 for a prompt that is longer than the context or parameters that do not fit the model, 429 when the queue is full.
+        ApiError 400 for a prompt that is longer than the context or parameters that do not fit the model, 429 when the queue is full. What
+        is found to be wrong after `ping_seconds` is raised by the generations.
         """
         llm, loop = self.llm, self.loop
         if len(job.tokens) > llm.context:
@@ -105,6 +106,7 @@ class Service:
         def submit() -> None:
             tokens, first, asked_at = llm.encode(job.tokens), None, time.perf_counter()
             if job.params.prompt_logprobs is None:
+                loop.check_room()
                 llm.restore(tokens, job.salt)
             for choice, (generation, reader) in enumerate(zip(generations, readers, strict=True)):
                 params = replace(job.params, choice=choice)
@@ -122,14 +124,27 @@ class Service:
                 first = first or request
                 generation.bind(request)
 
+        async def submitted() -> Exception | None:
+            try:
+                await asyncio.to_thread(submit)
+            except Exception as error:
+                # The loop takes no more.
+                refused = ApiError(503, str(error), headers=RETRY_SECONDS) if type(error) is QuaffError else error
+                for generation in generations:
+                    generation.fail(refused)
+                return refused
+            return None
+
+        submitting = asyncio.ensure_future(submitted())
         try:
-            await asyncio.to_thread(submit)
-        except BaseException as error:
+            # A prefix may be long in coming from a slow disk: its client is told that someone is there, and may hang up.
+            await asyncio.wait((submitting,), timeout=self.settings.ping_seconds)
+        except BaseException:
             for generation in generations:
                 generation.cancel()
-            if type(error) is QuaffError:  # the loop takes no more
-                raise ApiError(503, str(error), headers=RETRY_SECONDS) from None
             raise
+        if submitting.done() and (error := submitting.result()) is not None:
+            raise error
         return generations
 
 

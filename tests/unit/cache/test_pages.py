@@ -96,7 +96,7 @@ def test_commit_of_a_finished_prefix_drops_the_rest() -> None:
 
 @pytest.mark.parametrize("length", [0, 1, 63, 64, 65, 127, 128, 129])
 def test_fork_at_block_boundaries_leaves_the_other_alone(length: int) -> None:
-    """Block boundary: prefixes of one page, one less and one more, and twice that."""
+    """Block boundary (sglang 22819): prefixes of one page, one less and one more, and twice that."""
     cache = make()
     a = cache.create()
     write(cache, a, list(range(150)))
@@ -194,6 +194,7 @@ def test_hash_sees_one_changed_bit() -> None:
 
 
 def test_budget_is_asked_before_pages_are_taken() -> None:
+    """Cap ignored (ik_llama.cpp 2320)."""
     page = make().pools[0].page_bytes
     cache = make(limit=3 * page)
     s = cache.create()

@@ -43,6 +43,7 @@ def check(store: Store, shape: str, tokens: list[int], expected: int, salt: str 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("length", LENGTHS)
 def test_a_prefix_is_found_by_another_process_at_block_boundaries_too(tmp_path: Path, shape: str, length: int) -> None:
+    """Block boundary (sglang 22819)."""
     tokens = prompt(length + 3)
     put(make_store(tmp_path, shape), make_cache(shape), tokens[:length])
     check(make_store(tmp_path, shape), shape, tokens, length)
@@ -193,6 +194,7 @@ def test_the_cap_holds_whatever_is_put(tmp_path: Path, shape: str) -> None:
 
 
 def test_a_prefix_larger_than_the_cap_is_not_written_and_drives_nothing_out(tmp_path: Path) -> None:
+    """Cap ignored (ik_llama.cpp 2320)."""
     store, cache = make_store(tmp_path, cap_bytes=100_000), make_cache()
     put(store, cache, prompt(300))
     before = files(tmp_path)

@@ -96,6 +96,7 @@ def test_bad_prompts_are_refused_before_the_model_is_read(cli: Cli, tmp_path: Pa
 
 
 def test_a_prompt_longer_than_the_context_is_refused_with_both_counts(cli: Cli, model: Path) -> None:
+    """Silent truncation (ollama 3839)."""
     assert_error(cli("run", model, "--raw", stdin=b"x" * 5000), 1, "5000", "4096")
 
 

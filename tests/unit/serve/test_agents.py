@@ -49,7 +49,10 @@ def test_volatile_first_line(kind: str, tmp_path: Path) -> None:
         other = call.post(
             "/v1/messages", body(messages, 3) | {"system": [{"type": "text", "text": "x-other-header: 3"}, {"type": "text", "text": RULES}]}
         )
-        assert other.json["usage"]["cache_read_input_tokens"] < 100
+        used = other.json["usage"]
+        assert used["cache_read_input_tokens"] < 100
+        assert "x-other" in used["cache_miss_reason"] and "You are" in used["cache_miss_reason"]
+        assert f"{used['input_tokens'] - 1} tokens are computed again" in used["cache_miss_reason"]
 
 
 @pytest.mark.parametrize("kind", ["llama-gqa", "lfm2", "qwen35"])

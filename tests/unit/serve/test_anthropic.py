@@ -152,7 +152,7 @@ HEADER = "x-anthropic-billing-header: cc_version=2.1.{n}.abc; cc_entrypoint=cli;
 
 
 def test_volatile_first_line(live: Live, client: anthropic.Anthropic) -> None:
-    """A line of the agent's vendor that differs in every request does not reach the prompt; as a block, a line, or with white space."""
+    """Volatile first line (vllm PR 36829, ollama PR 14918): it does not reach the prompt, as a block, a line, or with white space."""
     rules = "You are an agent. " * 40
     want = client.messages.count_tokens(model="tiny", messages=MESSAGES, system=rules).input_tokens
     bodies = [body_of(system=rules)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -198,6 +199,36 @@ def test_the_good_bodies_are_good(call: Caller, path: str) -> None:
 def test_an_error_says_what_is_wrong(call: Caller, body: bytes, words: str) -> None:
     answer = call("POST", "/v1/chat/completions", body)
     assert answer.status == 400 and words in answer.json["error"]["message"], answer.body
+
+
+TOO_LONG = "word " * 40_000
+ASKED: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "chat": ("/v1/chat/completions", {"messages": [MESSAGE, MESSAGE | {"content": TOO_LONG}]}, {}),
+    "text": ("/v1/completions", {"prompt": TOO_LONG}, {"content": TOO_LONG}),
+    "ids": ("/v1/completions", {"prompt": [1] * 160_689}, {}),
+    "second-text": ("/v1/completions", {"prompt": ["hi", TOO_LONG]}, {"content": TOO_LONG}),
+    "messages": ("/v1/messages", {"model": "tiny", "max_tokens": 1, "messages": [MESSAGE | {"content": TOO_LONG}]}, {}),
+    "system": ("/v1/messages", {"model": "tiny", "max_tokens": 1, "system": TOO_LONG, "messages": [MESSAGE]}, {}),
+    "responses": ("/v1/responses", {"input": TOO_LONG, "truncation": "auto"}, {}),
+    "embeddings": ("/v1/embeddings", {"input": TOO_LONG}, {"content": TOO_LONG}),
+    "second-embedding": ("/v1/embeddings", {"input": ["hi", TOO_LONG]}, {"content": TOO_LONG}),
+}
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+@pytest.mark.parametrize("asked", ASKED)
+def test_a_prompt_that_is_too_long_is_never_cut(call: Caller, asked: str, stream: bool) -> None:
+    """Silent truncation (ollama 3839): 160,689 tokens in, 16,387 read, 200 OK. Here every path says how many there are and may be."""
+    path, body, text = ASKED[asked]
+    answer = call.post(path, body | {"stream": stream})
+    assert answer.status == 400, answer
+    error = answer.json["error"]
+    assert error["type"] == "invalid_request_error"
+    assert path == "/v1/messages" or error["code"] == "context_length_exceeded"
+    count = int(re.fullmatch(rf"the prompt has (\d+) tokens, the context is {CONTEXT} tokens; shorten the prompt", error["message"])[1])
+    if text:
+        assert count == call.post("/tokenize", text).json["count"]
+    assert count >= 40_000
 
 
 @pytest.mark.parametrize("content", ["{{ ''.__class__ }}", "{% include '/etc/passwd' %}", "../../etc/passwd", "file:///etc/passwd"])

@@ -40,6 +40,17 @@ def test_warm_is_cold(kind: Live) -> None:
     assert replies[0]["choices"][0]["text"] == kind.llm.generate(TEXT, SamplingParams(max_tokens=6)).text
 
 
+def test_a_prompt_shorter_than_the_cache(kind: Live) -> None:
+    """Prompt shorter than the cache (llama.cpp 1585): its last token is computed, and the answer is not that of the longer prompt."""
+    ids = kind.llm.encode(TEXT + "and so on")
+    ask(kind, ids, salt="long")
+    for length in (1, 64, 65, len(ids) - 1, len(ids)):
+        warm, cold = (ask(kind, ids[:length], salt=salt, logprobs=5) for salt in ("long", f"cold {length}"))
+        assert warm["choices"] == cold["choices"]
+        assert warm["usage"]["prompt_tokens_details"]["cached_tokens"] < length
+        assert cold["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
+
+
 def test_logprobs_with_a_warm_cache(kind: Live) -> None:
     """Logprobs with a warm cache (vllm 3251, 42019): those of the prompt are equal to cold ones, by bytes."""
     ids = kind.llm.encode(TEXT + "end")
@@ -77,7 +88,8 @@ def test_what_was_read_for_a_client_that_left_is_kept_for_its_retry(kind: Live) 
     assert 2 * kind.llm.chunk <= request.computed < request.prompt_tokens
     reply = ask(kind, prompt)
     assert reply["usage"]["prompt_tokens_details"]["cached_tokens"] == request.computed
-    assert reply["choices"][0]["text"] == kind.llm.generate(prompt, SamplingParams(max_tokens=6)).text
+    cold = ask(kind, prompt, salt="another")
+    assert cold["usage"]["prompt_tokens_details"]["cached_tokens"] == 0 and reply["choices"] == cold["choices"]
 
 
 def test_a_salt_keeps_caches_apart(kind: Live) -> None:

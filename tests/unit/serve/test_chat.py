@@ -127,6 +127,7 @@ def test_penalties_reach_the_sampler(live: Live) -> None:
 
 
 def test_progress_is_asked_for_grows_and_ends_with_all_of_the_prompt(live: Live) -> None:
+    """Silence (cline 13843, opencode 49044): a client that asks sees how far its prompt is."""
     messages = [{"role": "user", "content": "long " * 300}]
     options = {"model": "tiny", "messages": messages, "max_tokens": 2, "stream": True}
     seen = []

@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import httpx
 import openai
@@ -19,13 +21,58 @@ from tests.unit.serve.holding import held, post, until
 from uvicorn.server import ServerState
 
 from quaff import SamplingParams
+from quaff.errors import QueueFullError
 from quaff.serve.app import make_app
+from quaff.serve.generation import Generation
 from quaff.serve.protocol import protocol_class
 from quaff.serve.service import Service
 from quaff.serve.settings import Settings
 
 QUICK = Settings("tiny", max_tokens=24, queue=2, ping_seconds=0.05, stuck_seconds=2, header_seconds=0.3, body_seconds=0.3, drain_seconds=1)
 LONG = [{"role": "user", "content": "word " * 500}]
+
+
+def body(path: str, text: str, tokens: int = 5) -> dict[str, Any]:
+    """A request of a path whose prompt is a text, or a conversation of that text."""
+    user = [{"role": "user", "content": text}]
+    return {"model": "tiny", "temperature": 0} | {
+        "/v1/chat/completions": {"messages": user, "max_tokens": tokens},
+        "/v1/completions": {"prompt": text, "max_tokens": tokens},
+        "/v1/messages": {"messages": user, "max_tokens": tokens},
+        "/v1/responses": {"input": user, "max_output_tokens": tokens},
+    }[path]
+
+
+SAID: dict[str, Callable[[dict[str, Any]], tuple[str, int]]] = {
+    "/v1/chat/completions": lambda r: (r["choices"][0]["message"]["content"], r["usage"]["prompt_tokens_details"]["cached_tokens"]),
+    "/v1/completions": lambda r: (r["choices"][0]["text"], r["usage"]["prompt_tokens_details"]["cached_tokens"]),
+    "/v1/messages": lambda r: (r["content"][0]["text"], r["usage"]["cache_read_input_tokens"]),
+    "/v1/responses": lambda r: (r["output"][0]["content"][0]["text"], r["usage"]["input_tokens_details"]["cached_tokens"]),
+}
+"""Of a path's reply: (text, cached tokens)."""
+
+
+def cold(live: Live, path: str, text: str) -> str:
+    """What the answer is where nothing is cached."""
+    path = path if path == "/v1/completions" else "/v1/chat/completions"
+    reply = httpx.post(f"{live.url}{path}", json=body(path, text) | {"cache_salt": f"cold {text[:60]}"}, timeout=WAIT_SECONDS)
+    said, cached = SAID[path](reply.json())
+    assert not cached
+    return said
+
+
+LAST_EVENT = {
+    "/v1/chat/completions": "[DONE]",
+    "/v1/completions": "[DONE]",
+    "/v1/messages": '"type":"message_stop"',
+    "/v1/responses": '"output_tokens":',
+}
+
+
+def heard(lines: Iterator[str], pings: int) -> None:
+    """Read a stream up to so many pings."""
+    while pings:
+        pings -= next(lines) in (": ping", "event: ping")
 
 
 @pytest.fixture(scope="module")
@@ -37,12 +84,13 @@ def quick(tiny: Path) -> Iterator[Live]:
 # client gone
 
 
-@pytest.mark.parametrize("stream", [True, False])
-def test_client_gone_is_noticed_within_one_chunk_and_the_retry_goes_on_from_there(quick: Live, stream: bool) -> None:
+@pytest.mark.parametrize("stream", [True, False], ids=["stream", "whole"])
+@pytest.mark.parametrize("path", SAID)
+def test_client_gone_is_noticed_within_one_chunk_and_the_retry_goes_on_from_there(quick: Live, path: str, stream: bool) -> None:
     """Client gone (ds4 333): a prefill that nobody waits for ends, what was read is kept, and the retry resumes."""
-    messages = [{"role": "user", "content": f"{stream} " * 100}]
+    text = f"{path} {stream} " * 40
     with held(quick, first=3) as hold:
-        sock = post(quick, "/v1/chat/completions", {"messages": messages, "stream": stream})
+        sock = post(quick, path, body(path, text) | {"stream": stream})
         until(lambda: hold.steps == 3)
         (request,) = quick.llm.engine._requests.values()
         sock.close()
@@ -52,9 +100,41 @@ def test_client_gone_is_noticed_within_one_chunk_and_the_retry_goes_on_from_ther
         assert hold.steps == 3 and request.finish_reason == "cancelled"
         kept = request.computed
         assert request.cached_tokens + 2 * quick.llm.chunk <= kept < request.prompt_tokens
-    reply = quick.client.chat.completions.create(model="tiny", messages=messages, temperature=0, max_tokens=5)
-    assert reply.usage.prompt_tokens_details.cached_tokens == kept
-    assert reply.choices[0].message.content == quick.llm.chat(messages, SamplingParams(max_tokens=5)).text
+    reply = httpx.post(f"{quick.url}{path}", json=body(path, text), timeout=WAIT_SECONDS)
+    assert SAID[path](reply.json()) == (cold(quick, path, text), kept)
+
+
+def test_what_a_client_that_is_gone_had_read_serves_those_who_waited_for_it(quick: Live) -> None:
+    """Client gone (ds4 333): of two that come with one prompt the first reads it and leaves; the second goes on from there."""
+    asked = body("/v1/completions", "together " * 90)
+    with held(quick, first=3) as hold, ThreadPoolExecutor(1) as pool:
+        sock = post(quick, "/v1/completions", asked)
+        until(lambda: hold.steps == 3)
+        (request,) = quick.llm.engine._requests.values()
+        second = pool.submit(httpx.post, f"{quick.url}/v1/completions", json=asked, timeout=WAIT_SECONDS)
+        until(lambda: quick.service.loop.waiting == 1)
+        sock.close()
+        until(lambda: request.cancelled)
+        hold.let_go()
+        text, cached = SAID["/v1/completions"](second.result().json())
+    assert 2 * quick.llm.chunk <= request.computed == cached < request.prompt_tokens
+    assert text == cold(quick, "/v1/completions", asked["prompt"])
+
+
+def test_client_gone_before_its_turn_is_never_computed(quick: Live) -> None:
+    """Client gone (ds4 333), while it waited in the queue."""
+    with held(quick) as hold:
+        first = post(quick, "/v1/completions", {"prompt": "x", "max_tokens": 1})
+        until(lambda: hold.steps == 1)
+        sock = post(quick, "/v1/completions", {"prompt": "left " * 90})
+        until(lambda: quick.service.loop.waiting == 1)
+        request = quick.service.loop._inbox[0].request
+        sock.close()
+        until(lambda: request.cancelled)
+        hold.let_go()
+        until(lambda: request.done)
+    assert (request.finish_reason, request.computed) == ("cancelled", 0)
+    first.close()
 
 
 def test_a_client_that_leaves_a_stream_ends_it(quick: Live) -> None:
@@ -70,18 +150,87 @@ def test_a_client_that_leaves_a_stream_ends_it(quick: Live) -> None:
 # silence
 
 
-def test_headers_and_pings_come_while_the_prompt_is_read(quick: Live) -> None:
+@pytest.mark.parametrize("path", SAID)
+def test_headers_and_pings_come_while_the_prompt_is_read(quick: Live, path: str) -> None:
     """Silence (cline 13843, opencode 49044): clients give up on a healthy prefill that says nothing."""
-    with held(quick) as hold:
-        body = {"messages": LONG, "stream": True, "max_tokens": 2}
-        with httpx.stream("POST", f"{quick.url}/v1/chat/completions", json=body, timeout=WAIT_SECONDS) as reply:
-            assert reply.status_code == 200 and reply.headers["content-type"].startswith("text/event-stream")
-            lines = reply.iter_lines()
-            pings = [line for line, _ in zip((x for x in lines if x), range(3), strict=False)]
-            assert pings == [": ping"] * 3
-            hold.let_go()
-            rest = [line for line in lines if line.startswith("data:")]
-    assert rest[-1] == "data: [DONE]" and len(rest) >= 3
+    asked = body(path, "word " * 500, tokens=2) | {"stream": True}
+    with held(quick) as hold, httpx.stream("POST", f"{quick.url}{path}", json=asked, timeout=WAIT_SECONDS) as reply:
+        assert reply.status_code == 200 and reply.headers["content-type"].startswith("text/event-stream")
+        lines = reply.iter_lines()
+        heard(lines, pings=3)
+        assert hold.steps <= 1
+        hold.let_go()
+        rest = [line for line in lines if line.startswith("data:")]
+    assert LAST_EVENT[path] in rest[-1] and len(rest) >= 2
+
+
+class SlowDisk:
+    """Prefixes do not come from it until `let_go`."""
+
+    def __init__(self, live: Live, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.asked, self._ready = threading.Event(), threading.Event()
+        self.error: Exception | None = None
+        monkeypatch.setattr(live.llm, "restore", self._restore)
+
+    def _restore(self, tokens: object, salt: str) -> int:
+        self.asked.set()
+        assert self._ready.wait(WAIT_SECONDS)
+        if self.error is not None:
+            raise self.error
+        return 0
+
+    def let_go(self, error: Exception | None = None) -> None:
+        self.error = error
+        self._ready.set()
+
+
+@pytest.mark.parametrize("path", SAID)
+def test_headers_and_pings_come_while_a_prefix_comes_from_a_slow_disk(quick: Live, path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Silence (cline 13843, opencode 49044), before the request is in the queue."""
+    disk = SlowDisk(quick, monkeypatch)
+    asked = body(path, "word " * 50, tokens=2) | {"stream": True}
+    with httpx.stream("POST", f"{quick.url}{path}", json=asked, timeout=WAIT_SECONDS) as reply:
+        lines = reply.iter_lines()
+        heard(lines, pings=2)
+        disk.let_go()
+        assert LAST_EVENT[path] in [line for line in lines if line.startswith("data:")][-1]
+
+
+def test_what_goes_wrong_behind_a_slow_disk_is_told(quick: Live, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked, url = body("/v1/completions", "x"), f"{quick.url}/v1/completions"
+    disk = SlowDisk(quick, monkeypatch)
+    with httpx.stream("POST", url, json=asked | {"stream": True}, timeout=WAIT_SECONDS) as reply:
+        lines = reply.iter_lines()
+        heard(lines, pings=1)
+        disk.let_go(QueueFullError("too many", 3))
+        events = [json.loads(line[6:]) for line in lines if line.startswith("data: ")]
+    assert [event["error"]["code"] for event in events] == ["queue_full"]
+    answer = httpx.post(url, json=asked, timeout=WAIT_SECONDS)
+    assert answer.status_code == 429 and answer.headers["retry-after"] == "3"
+
+
+def test_client_gone_while_its_prefix_comes_from_a_slow_disk(quick: Live, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Client gone (ds4 333): nothing is computed for it when its prefix is there."""
+    disk, left = SlowDisk(quick, monkeypatch), threading.Event()
+    cancel, submit, requests = Generation.cancel, quick.service.loop.submit, []
+
+    def cancelled(generation: Generation) -> None:
+        cancel(generation)
+        left.set()
+
+    def submitted(*args: Any, **options: Any) -> Any:
+        requests.append(submit(*args, **options))
+        return requests[-1]
+
+    monkeypatch.setattr(Generation, "cancel", cancelled)
+    monkeypatch.setattr(quick.service.loop, "submit", submitted)
+    sock = post(quick, "/v1/completions", body("/v1/completions", "gone " * 90))
+    assert disk.asked.wait(WAIT_SECONDS)
+    sock.close()
+    assert left.wait(WAIT_SECONDS)
+    disk.let_go()
+    until(lambda: bool(requests) and requests[0].done)
+    assert (requests[0].finish_reason, requests[0].computed) == ("cancelled", 0)
 
 
 def test_a_wedged_loop_turns_health_to_503(quick: Live) -> None:
