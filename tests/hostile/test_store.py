@@ -1,6 +1,5 @@
 """Damaged, foreign and half-written files in the disk tier: a miss with one line in the log, never a wrong byte."""
 
-import hashlib
 import logging
 import os
 import random
@@ -15,7 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tests.stored import SHAPES, cold_hash, computed, make_cache, make_store, prompt, put, restore
 
-from quaff.cache.entry import header_bytes, payload_sha256
+from quaff.cache.entry import checksum, header_bytes
 from quaff.cache.memory import Memory
 from quaff.cache.store import Store
 
@@ -123,13 +122,11 @@ def test_a_checksum_that_is_not_compared_would_let_a_changed_byte_through(
     path = next((tmp_path / "cache").rglob("*.place"))
     content = bytearray(path.read_bytes())
     payload = header_bytes(600 - 512)
-    right = hashlib.sha256(content[payload:]).digest()
+    right = checksum([memoryview(bytes(content[payload:]))])
     content[payload + 5] ^= 1
-    wrong = hashlib.sha256(content[payload:]).digest()
+    wrong = checksum([memoryview(bytes(content[payload:]))])
     path.write_bytes(content)
-    monkeypatch.setattr(
-        "quaff.cache.store.payload_sha256", lambda buffers: right if (digest := payload_sha256(buffers)) == wrong else digest
-    )
+    monkeypatch.setattr("quaff.cache.store.checksum", lambda buffers: right if (digest := checksum(buffers)) == wrong else digest)
     store, cache = make_store(tmp_path / "cache", shape), make_cache(shape)
     found = store.find([*TOKENS, 0])
     assert found is not None
@@ -272,7 +269,7 @@ def test_what_the_system_refuses_is_no_cache(mode: str, tmp_path: Path) -> None:
             elif mode == "descriptors":
                 resource.setrlimit(resource.RLIMIT_NOFILE, (0, 0))
             else:
-                os.chmod(tmp_path / "v1", 0o500)
+                os.chmod(tmp_path / "v2", 0o500)
                 if not os.geteuid():
                     os.setuid(65534)
             store.put(prompt(600, 7), Memory.of(cache, sequence), lambda sequence: None)
@@ -284,7 +281,7 @@ def test_what_the_system_refuses_is_no_cache(mode: str, tmp_path: Path) -> None:
         finally:
             os._exit(status)
     _, status = os.waitpid(child, 0)
-    os.chmod(tmp_path / "v1", 0o700)
+    os.chmod(tmp_path / "v2", 0o700)
     assert os.waitstatus_to_exitcode(status) == 0
     assert restored(make_store(tmp_path), "full", [*TOKENS, 0]) == 600
     assert not list(tmp_path.rglob(".writing-*"))

@@ -50,7 +50,8 @@ class _File:
 
 
 class Shelf:
-    """The files of one model in `folder`, which has room for `cap_bytes` of the files of all models. Not locked: one thread writes.
+    """The files of one model, "version/key", in `folder`, which has room for `cap_bytes` of the files of all versions and models: what an
+    older quaff wrote counts, and goes first, as nobody uses it. Not locked: one thread writes.
 
     OSError, of a full disk or a folder that cannot be written, comes out of `write`; reading finds nothing instead.
     """
@@ -121,7 +122,7 @@ class Shelf:
         """A new temporary file, locked: who can lock one has found one whose writer is dead."""
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
         for _ in range(_ATTEMPTS):
-            for parent in (self.folder.parent, self.folder, self.model, folder):
+            for parent in (self.folder, self.model.parent, self.model, folder):
                 parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             path = folder / f"{_TEMPORARY}{secrets.token_hex(8)}"
             # Others remove empty folders, and what is not locked yet.
@@ -177,7 +178,7 @@ class Shelf:
             os.rmdir(os.path.dirname(file.path))
 
     def _files(self) -> Iterator[_File]:
-        """Every file of the tier, of all models; what was left behind half written is removed."""
+        """Every file of the tier, of all versions and models; what was left behind half written is removed."""
         for folder, _, names in os.walk(self.folder):
             for name in names:
                 path = os.path.join(folder, name)

@@ -13,7 +13,7 @@ import os
 import sys
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -23,13 +23,14 @@ import numpy as np
 from quaff.cache.entry import (
     BLOCK,
     LONGEST_HEADER_BYTES,
+    VERSION,
     DamagedError,
     Layout,
     Piece,
     Tokens,
+    checksum,
     header_bytes,
     pack_header,
-    payload_sha256,
     pieces,
     read_header,
     root,
@@ -47,7 +48,7 @@ _CANDIDATES = 64
 _QUEUE = 64
 """Prefixes that wait to be written; their pages cannot be evicted from memory meanwhile."""
 _READERS = 2
-"""Files that are read and checked at once: hashing is slower than a page cache and than most disks."""
+"""Files that are read and checked at once: most of it is copying, and clearing new memory."""
 _NICE = 10
 """Niceness of the writing thread: it has time, the next prompt does not."""
 
@@ -108,7 +109,7 @@ class Store:
     def __init__(self, folder: Path, key: bytes, layout: Layout, cap_bytes: int) -> None:
         self.key = key
         self.layout = layout
-        self._shelf = Shelf(folder / "v1", stem(key), cap_bytes)
+        self._shelf = Shelf(folder, f"v{VERSION}/{stem(key)}", cap_bytes)
         self._queue: deque[_Job] = deque()
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
@@ -231,16 +232,7 @@ class Store:
                     head.tokens.tobytes() != piece.tokens.tobytes()
                 ):
                     raise DamagedError("it holds other tokens than its name says")
-                buffers = memory.writable(piece)
-                position = header_bytes(len(piece.tokens))
-                for buffer in buffers:
-                    done = 0
-                    while done < len(buffer):
-                        n = os.preadv(fd, [buffer[done:]], position)
-                        if not n:
-                            raise DamagedError("it is cut off")
-                        done, position = done + n, position + n
-                if payload_sha256(buffers) != payload:
+                if checksum(_filled(fd, header_bytes(len(piece.tokens)), memory.writable(piece))) != payload:
                     raise DamagedError("its checksum does not fit")
                 return size
         except DamagedError as error:
@@ -359,7 +351,7 @@ class Store:
             if self._stopping:
                 return
             buffers = job.memory.readable(piece)
-            header = pack_header(piece, self.key, self.layout, payload_sha256(buffers))
+            header = pack_header(piece, self.key, self.layout, checksum(buffers))
             nbytes = self._shelf.write(piece.name, [header, *buffers], used_ns)
             self._count(files_written=1, bytes_written=nbytes)
         self._shelf.sync(piece.name for piece in new)
@@ -367,3 +359,15 @@ class Store:
     def _count(self, **more: int) -> None:
         with self._changed:
             self._counters += StoreCounters(**more)
+
+
+def _filled(fd: int, position: int, buffers: Iterable[memoryview]) -> Iterator[memoryview]:
+    """Read a file from `position` on; each buffer as soon as it is full."""
+    for buffer in buffers:
+        done = 0
+        while done < len(buffer):
+            n = os.preadv(fd, [buffer[done:]], position)
+            if not n:
+                raise DamagedError("it is cut off")
+            done, position = done + n, position + n
+        yield buffer

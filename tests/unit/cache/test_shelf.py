@@ -20,7 +20,7 @@ def files(folder: Path) -> list[str]:
 
 @pytest.fixture
 def shelf(tmp_path: Path) -> Shelf:
-    return Shelf(tmp_path / "cache" / "v1", "model", 1000)
+    return Shelf(tmp_path / "cache", "v2/model", 1000)
 
 
 def test_files_and_folders_are_private(shelf: Shelf) -> None:
@@ -30,7 +30,7 @@ def test_files_and_folders_are_private(shelf: Shelf) -> None:
     assert path.read_bytes() == b"abcde"
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     assert path.stat().st_mtime_ns == 5
-    for folder in (path.parent, path.parent.parent, shelf.folder, shelf.folder.parent):
+    for folder in (path.parent, shelf.model, shelf.model.parent, shelf.folder):
         assert stat.S_IMODE(folder.stat().st_mode) == 0o700
 
 
@@ -76,14 +76,15 @@ def test_the_least_used_files_go_first_and_of_one_age_the_deepest(shelf: Shelf) 
     assert files(shelf.folder) == [name(1, 1, 256), name(2, 4, 256), name(2, 5, 256), name(2, 6, 256)]
 
 
-def test_room_is_made_among_the_files_of_all_models_and_of_nobody_else(tmp_path: Path) -> None:
-    one, two = Shelf(tmp_path, "one", 1000), Shelf(tmp_path, "two", 1000)
+@pytest.mark.parametrize("models", [("v2/one", "v2/two"), ("v1/one", "v2/one")])
+def test_room_is_made_among_the_files_of_all_models_and_versions_and_of_nobody_else(tmp_path: Path, models: tuple[str, str]) -> None:
+    one, two = (Shelf(tmp_path, model, 1000) for model in models)
     one.write(name(1, 1), [bytes(600)], 10)
-    (tmp_path / "one" / "README").write_bytes(bytes(5000))
+    (one.model / "README").write_bytes(bytes(5000))
     two.write(name(1, 1), [bytes(600)], 20)
     assert not one.has(name(1, 1))
     assert two.has(name(1, 1))
-    assert (tmp_path / "one" / "README").exists()
+    assert (one.model / "README").exists()
 
 
 def test_what_other_processes_write_is_noticed_after_a_sixteenth_of_the_cap(tmp_path: Path) -> None:
@@ -100,7 +101,7 @@ def test_what_other_processes_write_is_noticed_after_a_sixteenth_of_the_cap(tmp_
 
 def test_what_others_are_writing_takes_room_and_is_not_removed(shelf: Shelf, monkeypatch: pytest.MonkeyPatch) -> None:
     shelf.write(name(1, 1), [bytes(300)], 1)
-    other = Shelf(shelf.folder, "model", shelf.cap_bytes)
+    other = Shelf(shelf.folder, "v2/model", shelf.cap_bytes)
     seen: list[str] = []
 
     def during(fd: int) -> None:

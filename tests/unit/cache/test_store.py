@@ -331,7 +331,7 @@ def test_two_stores_write_the_same_prefixes_at_once(tmp_path: Path) -> None:
 
 def test_a_key_has_a_folder_of_its_own(tmp_path: Path) -> None:
     put(make_store(tmp_path), make_cache(), prompt(10))
-    assert [p.name for p in (tmp_path / "v1").iterdir()] == [KEY.hex()[:32]]
+    assert [p.name for p in (tmp_path / "v2").iterdir()] == [KEY.hex()[:32]]
 
 
 def test_a_place_is_found_among_any_number_of_conversations_that_begin_alike(tmp_path: Path) -> None:

@@ -123,7 +123,7 @@ def test_a_short_prefix_is_computed_rather_than_read(path: Path, store: Path) ->
 
 
 def test_damaged_files_cost_what_they_held(path: Path, store: Path, filled: bytes) -> None:
-    last = next((store / "v1").rglob("*-512.block"))
+    last = next((store / "v2").rglob("*-512.block"))
     content = bytearray(last.read_bytes())
     content[-1] ^= 1
     last.write_bytes(content)
@@ -168,7 +168,7 @@ def test_options_are_checked(path: Path, store: Path, monkeypatch: pytest.Monkey
         quaff.load(path, prefix_cache_bytes=1 << 20, store=store, store_cap_bytes=0)
     monkeypatch.setenv("QUAFF_CACHE", str(store))
     with quaff.load(path, threads=1, chunk=64, prefix_cache_bytes=1 << 20, store=True) as llm:
-        assert disk(llm).store.folder == store / "prefixes" / "v1"
+        assert disk(llm).store.folder == store / "prefixes"
         assert llm.describe()["store"] == str(store / "prefixes")
     with quaff.load(path, threads=1, chunk=64, prefix_cache_bytes=1 << 20) as llm:
         assert llm.disk is None
@@ -230,4 +230,4 @@ def test_all_of_the_folder_is_private(path: Path, store: Path) -> None:
         read(llm, TOKENS)
     for found in (store, *store.rglob("*")):
         assert stat.S_IMODE(found.stat().st_mode) == (0o700 if found.is_dir() else 0o600), found
-    assert {p.name for p in store.iterdir()} == {"content", "v1"}
+    assert {p.name for p in store.iterdir()} == {"content", "v2"}
