@@ -832,6 +832,11 @@ class LLM:
         """
         return self.disk.restore(tokens, salt) if self.disk is not None else 0
 
+    def restore_recent(self, progress: Callable[[int, int], None] | None = None) -> int:
+        """Bring the prefixes that were used last, at most half a GiB of them, from the store into the prefix cache before they are asked
+        for; how many tokens. `progress` gets (prefixes restored, prefixes in all), and what it raises ends it. 0 without a store."""
+        return self.disk.restore_recent(progress) if self.disk is not None else 0
+
     # Inside
 
     def _submit(self, tokens: list[int], params: SamplingParams, reader: Reader, state: State | None) -> Request:

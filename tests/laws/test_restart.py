@@ -60,6 +60,21 @@ def test_every_turn_of_a_conversation_is_found_after_a_restart(path: Path) -> No
                 result.state.close()
 
 
+def test_what_comes_back_before_it_is_asked_for_goes_on_with_the_bits_of_a_cold_run(path: Path) -> None:
+    tokens = prompt(300, 2 * NEW, seed=5)
+    for turn, llm in zip(range(2), restarts(path), strict=False):
+        if turn:
+            assert llm.restore_recent() == 2 * NEW
+            assert llm.disk is not None
+            read = llm.disk.store.counters.bytes_read
+        asked = llm.prefill([*tokens, 1] if turn else tokens)
+    assert llm.disk.store.counters.bytes_read == read > 0
+    with load(path) as cold:
+        expected = cold.prefill([*tokens, 1])
+        assert asked.logits is not None and expected.logits is not None
+        assert (asked.cached_tokens, asked.logits.tobytes()) == (2 * NEW, expected.logits.tobytes())
+
+
 def test_the_first_prompt_again_after_a_restart_computes_its_last_token(path: Path) -> None:
     tokens = prompt(300, 2 * NEW, seed=9)
     with load(path) as cold:

@@ -32,12 +32,18 @@ _SPARE_BYTES = 256 << 20
 
 @dataclass(frozen=True, slots=True)
 class Child:
-    """A file by what its name says: the stem of its own hash, and where it ends."""
+    """A file by what its name says, the stem of its own hash and where it ends, and its size."""
 
     name: str
     stem: str
     end: int
     place: bool
+    nbytes: int
+
+    @property
+    def parent(self) -> str:
+        """The stem of the hash that it continues."""
+        return self.name[: len(self.stem)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,13 +78,23 @@ class Shelf:
 
     def children(self, parent: str) -> list[Child]:
         """The files that continue a hash chain, the last used first."""
+        return self._list([self.model / parent[:2]], parent)
+
+    def every(self) -> list[Child]:
+        """All files of the model, the last used first."""
+        return self._list(self.model.glob("[0-9a-f][0-9a-f]"), "")
+
+    @staticmethod
+    def _list(folders: Iterable[Path], parent: str) -> list[Child]:
         found = []
-        with contextlib.suppress(OSError), os.scandir(self.model / parent[:2]) as entries:
-            for entry in entries:
-                if entry.name.startswith(parent) and (match := _NAME.fullmatch(entry.name)):
-                    with contextlib.suppress(OSError):
-                        child = Child(entry.name, match[1], int(match[2]), match[3] == "place")
-                        found.append((entry.stat(follow_symlinks=False).st_mtime_ns, child))
+        for folder in folders:
+            with contextlib.suppress(OSError), os.scandir(folder) as entries:
+                for entry in entries:
+                    if entry.name.startswith(parent) and (match := _NAME.fullmatch(entry.name)):
+                        with contextlib.suppress(OSError):
+                            status = entry.stat(follow_symlinks=False)
+                            child = Child(entry.name, match[1], int(match[2]), match[3] == "place", status.st_size)
+                            found.append((status.st_mtime_ns, child))
         return [child for _, child in sorted(found, key=lambda pair: pair[0], reverse=True)]
 
     @contextlib.contextmanager

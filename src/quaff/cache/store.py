@@ -189,6 +189,43 @@ class Store:
             return Found((*blocks, best[1]), best[0])
         return Found(blocks, min(start, most)) if blocks and anywhere else None
 
+    def recent(self, limit_bytes: int) -> list[list[int]]:
+        """The token ids of the prefixes that were used last, the last one first, as many as take `limit_bytes` of files together; of one
+        that others go on from, the longest. A salt is nowhere on the disk: those of the salt "" only."""
+        files = self._shelf.every()
+        blocks = {file.stem: file for file in files if not file.place}
+        inside, taken = {file.parent for file in files}, set[str]()
+        out = []
+        for last in files:
+            if last.stem in inside or last.parent in taken or not (last.place or self.layout.anywhere):
+                continue
+            chain = [last]
+            # A block ends where the next file begins, so this ends, whatever names there are.
+            while (above := blocks.get(chain[-1].parent)) is not None and above.end == (
+                chain[-1].end - (not chain[-1].place)
+            ) // BLOCK * BLOCK:
+                chain.append(above)
+            nbytes = sum(file.nbytes for file in chain if file.stem not in taken)
+            if nbytes > limit_bytes:
+                break
+            if tokens := self._tokens([file.name for file in reversed(chain)]):
+                taken |= {file.stem for file in chain}
+                limit_bytes -= nbytes
+                out.append(tokens)
+        return out
+
+    def _tokens(self, names: Sequence[str]) -> list[int]:
+        """The ids of a whole prefix; none when its files are not that."""
+        tokens: list[int] = []
+        parent = root(self.key, "")
+        for name in names:
+            piece = self._header(name)
+            if piece is None or piece.parent != parent:
+                return []
+            tokens += piece.tokens.tolist()
+            parent = piece.hash
+        return tokens
+
     def _header(self, name: str) -> Piece | None:
         try:
             with self._shelf.open(name) as (fd, size):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -109,6 +110,7 @@ def serve(
                 progress=report,
             )
             llm.engine.set_policy(Policy(max_stall_ms=max_stall_ms, draft_tokens=draft))
+            llm.restore_recent(partial(report, "restoring prefixes"))
             return llm
 
         def ready(llm: LLM) -> None:

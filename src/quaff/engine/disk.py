@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import numpy as np
@@ -19,6 +19,8 @@ from quaff.errors import MemoryBudgetError
 
 WORTH_TOKENS = PAGE
 """Shorter prefixes, and shorter gains over what is in memory, are computed sooner than they are read."""
+RECENT_BYTES = 512 << 20
+"""What a start may bring back before anyone asks: about half a second of it."""
 ATTEMPTS = 4
 """A file that turns out damaged is removed, and the next attempt finds what is left."""
 
@@ -49,6 +51,20 @@ class DiskTier:
                 if gained >= 0:
                     return gained
         return 0
+
+    def restore_recent(self, progress: Callable[[int, int], None] | None = None) -> int:
+        """Bring back what was used last, `RECENT_BYTES` of it or what the tree may have, before anyone asks for it; how many tokens.
+
+        `progress` gets (prefixes restored, prefixes in all) and may raise.
+        """
+        prefixes = self.store.recent(min(RECENT_BYTES, self._prefix.cap_bytes))
+        gained = 0
+        # The one that was used last comes last, and is the last to go.
+        for n, tokens in enumerate(reversed(prefixes), 1):
+            gained += self.restore([*tokens, 0])
+            if progress is not None:
+                progress(n, len(prefixes))
+        return gained
 
     def _restore(self, found: Found, tokens: Sequence[int], salt: str) -> int:
         """Tokens gained, or -1 when a file was not what it should be."""

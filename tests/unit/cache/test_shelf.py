@@ -60,8 +60,23 @@ def test_children_are_those_of_one_parent_the_last_used_first(shelf: Shelf) -> N
     (shelf.path(name(7, 1)).parent / f"{7:032x}-notes.txt").write_text("not ours")
     shelf.touch([name(7, 2), name(9, 9)], 1000)
     assert [c.name for c in shelf.children(f"{7:032x}")] == [name(7, 2), name(7, 1), name(7, 4)]
-    assert shelf.children(f"{8:032x}") == [Child(name(8, 3), f"{3:032x}", 256, place=False)]
+    assert shelf.children(f"{8:032x}") == [Child(name(8, 3), f"{3:032x}", 256, place=False, nbytes=1)]
     assert shelf.children(f"{9:032x}") == []
+    assert [c.name for c in shelf.every()] == [name(7, 2), name(7, 1), name(8, 3), name(7, 4)]
+    assert {c.parent for c in shelf.every()} == {f"{7:032x}", f"{8:032x}"}
+
+
+def test_what_is_not_there_has_no_files(shelf: Shelf, tmp_path: Path) -> None:
+    assert shelf.every() == []
+    (tmp_path / "cache").write_bytes(b"")
+    assert shelf.every() == []
+
+
+def test_all_files_of_a_model_are_those_of_all_its_folders(shelf: Shelf) -> None:
+    for parent in (1, 1 << 120, 255 << 120):
+        shelf.write(name(parent, 5), [b"x"], parent >> 120)
+    Shelf(shelf.folder, "v2/other", 1000).write(name(1, 6), [b"x"], 1)
+    assert [c.name for c in shelf.every()] == [name(255 << 120, 5), name(1 << 120, 5), name(1, 5)]
 
 
 def test_the_least_used_files_go_first_and_of_one_age_the_deepest(shelf: Shelf) -> None:

@@ -366,3 +366,51 @@ def test_a_release_that_fails_does_not_end_the_writing(tmp_path: Path, caplog: p
     assert "could not be given back" in caplog.text
     put(store, cache, prompt(300))
     check(store, "full", prompt(301), 300)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_prefixes_that_were_used_last_come_first_and_each_as_long_as_it_is(tmp_path: Path, shape: str) -> None:
+    store, cache = make_store(tmp_path, shape), make_cache(shape)
+    one, two = prompt(900), prompt(300) + prompt(600, seed=1)
+    for tokens in (one[:300], one[:600], two, one):
+        put(store, cache, tokens)
+    put(store, cache, prompt(400, seed=2), salt="a")
+    assert store.recent(1 << 30) == [one, two]
+    check(store, shape, [*two, 0], 900)
+    recent = make_store(tmp_path, shape).recent(1 << 30)
+    assert recent == [two, one]
+    for tokens in recent:
+        check(store, shape, [*tokens, 0], 900)
+
+
+def test_so_many_recent_prefixes_as_their_files_take_each_once(tmp_path: Path) -> None:
+    store, cache = make_store(tmp_path), make_cache()
+    one, two = prompt(900), prompt(512) + prompt(388, seed=1)
+    put(store, cache, one)
+    alone = total(tmp_path)
+    put(store, cache, two)
+    both = total(tmp_path)
+    assert both < 2 * alone
+    limits = (alone - 1, alone, both - 1, both)
+    assert [store.recent(limit) for limit in limits] == [[], [two], [two], [two, one]]
+
+
+def test_what_has_lost_its_beginning_or_is_damaged_is_not_recent(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    store, other = make_store(tmp_path), prompt(100, seed=1)
+    put(store, make_cache(), prompt(900))
+    put(store, make_cache(), other)
+    os.truncate(next(tmp_path.rglob("*-512.block")), 100)
+    assert store.recent(1 << 30) == [other]
+    # It is gone now, and what is left of the prefix ends before it.
+    assert store.recent(1 << 30) == [other, prompt(900)[:256]]
+    assert [record.getMessage().split(": ")[-1] for record in caplog.records] == ["it is no file of this cache"]
+
+
+def test_names_that_go_round_in_circles_are_not_followed_for_ever(tmp_path: Path) -> None:
+    store = make_store(tmp_path)
+    put(store, make_cache(), prompt(100))
+    folder = next(tmp_path.rglob("*.place")).parent
+    a, b = f"{folder.name}{'0' * 30}", f"{folder.name}{'1' * 30}"
+    for name in (f"{a}-{b}-256.block", f"{b}-{a}-512.block", f"{b}-{a}-256.block", f"{a}-{a}-256.block", f"{a}-{'2' * 32}-512.block"):
+        (folder / name).write_bytes(b"x")
+    assert store.recent(1 << 30) == [prompt(100)]

@@ -9,17 +9,20 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import httpx
 import pytest
 from tests.unit.cli.conftest import Cli
 
+import quaff
 
-@pytest.fixture
-def server(model: Path) -> Iterator[subprocess.Popen[str]]:
-    environment = os.environ | {"QUAFF_NAME": "by variable", "QUAFF_CONTEXT": "128", "QUAFF_PORT": "0"}
-    command = [sys.executable, "-m", "quaff", "serve", str(model), "--threads", "1", "--chunk", "64", "--context", "256", "--store", "off"]
+
+@contextmanager
+def serving(model: Path, *options: str, **variables: str) -> Iterator[subprocess.Popen[str]]:
+    command = [sys.executable, "-m", "quaff", "serve", str(model), "--threads", "1", "--chunk", "64", *options]
+    environment = os.environ | {"QUAFF_PORT": "0"} | variables
     with subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         try:
             yield process
@@ -27,26 +30,42 @@ def server(model: Path) -> Iterator[subprocess.Popen[str]]:
             process.kill()
 
 
-def test_it_prints_a_plan_and_a_line_per_request_and_ends_in_order(server: subprocess.Popen[str]) -> None:
-    assert server.stderr is not None and server.stdout is not None
+def started(process: subprocess.Popen[str]) -> tuple[str, str]:
+    """What it prints until it listens, and its URL."""
+    assert process.stderr is not None
     plan = ""
     while "listening:" not in plan:
-        line = server.stderr.readline()
+        line = process.stderr.readline()
         assert line, plan
         plan += line
-    assert "by variable: tiny llama (llama)" in plan and "256 tokens" in plan and "1 threads" in plan
-    assert "in memory" in plan
     url = re.search(r"http://127\.0\.0\.1:\d+", plan)
     assert url is not None
-    reply = httpx.post(f"{url[0]}/v1/completions", json={"prompt": "four", "max_tokens": 3, "seed": 1}, timeout=60)
-    assert reply.status_code == 200 and reply.json()["model"] == "by variable"
-    assert httpx.get(f"{url[0]}/%0aforged%1b[1m", timeout=60).status_code == 404
-    server.send_signal(signal.SIGTERM)
-    out, err = server.communicate(timeout=60)
+    return plan, url[0]
+
+
+def test_it_prints_a_plan_and_a_line_per_request_and_ends_in_order(model: Path) -> None:
+    with serving(model, "--context", "256", "--store", "off", QUAFF_NAME="by variable", QUAFF_CONTEXT="128") as server:
+        plan, url = started(server)
+        assert "by variable: tiny llama (llama)" in plan and "256 tokens" in plan and "1 threads" in plan
+        assert "in memory" in plan
+        reply = httpx.post(f"{url}/v1/completions", json={"prompt": "four", "max_tokens": 3, "seed": 1}, timeout=60)
+        assert reply.status_code == 200 and reply.json()["model"] == "by variable"
+        assert httpx.get(f"{url}/%0aforged%1b[1m", timeout=60).status_code == 404
+        server.send_signal(signal.SIGTERM)
+        out, err = server.communicate(timeout=60)
     assert server.returncode == 0 and out == ""
     lines = err.splitlines()
     assert re.search(r"POST /v1/completions 200, .* s; prompt \d+ \(cached 0\), \d+ tok/s, TTFT .* s, reply 3, .* tok/s, length$", lines[0])
     assert r"GET /\nforged\x1b[1m 404" in lines[1] and len(lines) == 2
+
+
+def test_what_was_used_last_is_in_memory_when_it_listens(model: Path, tmp_path: Path) -> None:
+    with quaff.load(model, threads=1, chunk=64, prefix_cache_bytes=1 << 24, store=tmp_path) as llm:
+        llm.prefill(list(range(3, 103)), logits="none").state.close()
+    with serving(model, "--store", str(tmp_path)) as server:
+        _, url = started(server)
+        metrics = httpx.get(f"{url}/metrics", timeout=60).text
+    assert re.search(r"^quaff:disk_cache_restored_tokens_total.* 100\.0$", metrics, re.MULTILINE)
 
 
 def test_a_model_that_cannot_be_loaded_ends_it_with_one_line(cli: Cli, tmp_path: Path) -> None:

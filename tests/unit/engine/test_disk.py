@@ -72,6 +72,39 @@ def test_nothing_is_held_when_all_is_written_and_read(path: Path, store: Path, f
         assert pages_held(llm) == 0
 
 
+def test_what_was_used_last_is_there_before_it_is_asked_for(path: Path, store: Path, filled: bytes) -> None:
+    other = prompt(300, 400, seed=2)
+    with load(path, store) as llm:
+        read(llm, other)
+    with load(path, store) as llm:
+        seen: list[tuple[int, int]] = []
+        assert llm.restore_recent(lambda done, of: seen.append((done, of))) == 1100
+        assert seen == [(1, 2), (2, 2)]
+        assert llm.restore_recent() == llm.restore([*TOKENS, 1]) == 0
+        assert llm.prefill([*TOKENS, 1]).cached_tokens == 700
+        assert llm.prefill([*other, 1]).cached_tokens == 400
+        assert read(llm, TOKENS) == filled
+        assert disk(llm).store.flush(60)
+        assert pages_held(llm) == 0
+
+
+def test_no_more_comes_back_than_the_tree_may_have_and_what_was_used_last_first(path: Path, store: Path, filled: bytes) -> None:
+    other = prompt(300, 400, seed=2)
+    with load(path, store) as llm:
+        read(llm, other)
+        assert disk(llm).store.flush(60)
+        cap = 0
+        for tokens in (TOKENS, other):
+            found = disk(llm).store.find([*tokens, 1])
+            assert found is not None
+            cap += found.payload_bytes(disk(llm).store.layout)  # without headers
+    with load(path, store, cap=cap) as llm:
+        assert llm.restore_recent() == 400
+        assert llm.restore([*other, 1]) == 0
+    with load(path, store, cap=1000) as llm:
+        assert llm.restore_recent() == 0
+
+
 def test_clients_with_one_prompt_read_it_once(path: Path, store: Path, filled: bytes) -> None:
     with load(path, store) as llm:
         gained: list[int] = []
