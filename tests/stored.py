@@ -39,8 +39,8 @@ def make_cache(shape: str = "full", limit: int | None = None) -> PageCache:
     return PageCache(kinds, pools, Accountant(limit), states, [_native.StatePool(len(s.layers), s.size) for s in states])
 
 
-def make_store(folder: Path, shape: str = "full", key: bytes = KEY, cap_bytes: int = 1 << 30) -> Store:
-    return Store(folder, key, Layout(*SHAPES[shape]), cap_bytes)
+def make_store(folder: Path, shape: str = "full", key: bytes = KEY, cap_bytes: int = 1 << 30, waiting_bytes: int = 1 << 30) -> Store:
+    return Store(folder, key, Layout(*SHAPES[shape]), cap_bytes, waiting_bytes)
 
 
 def prompt(length: int, seed: int = 0) -> list[int]:

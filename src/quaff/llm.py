@@ -501,7 +501,8 @@ class LLM:
             content = remembered_content(checkpoint, model.views, engine_config.store / "content", report)
             key = bits_key(content, model.config, engine_config.activations, engine_config.kv_dtype)
             layout = Layout(cache.kinds, cache.states.kinds)
-            self.disk = DiskTier(self.engine, prefix, Store(engine_config.store, key, layout, engine_config.store_cap_bytes))
+            store = Store(engine_config.store, key, layout, engine_config.store_cap_bytes, waiting_bytes=cap)
+            self.disk = DiskTier(self.engine, prefix, store)
         self.load_seconds = time.perf_counter() - began
 
     def _make_plan(self, model: ReadModel, cache: PageCache, threads: int, memory: Memory | None, workload: Workload) -> Plan | None:

@@ -54,5 +54,15 @@ class Memory:
         return [_flat(pool.view(slot)) for pool, slot in zip(self.state_pools, self.slots, strict=False)] if piece.place else []
 
 
+def held_bytes(memories: Sequence[Memory]) -> int:
+    """Bytes of pages and states that sequences of one cache, at least one, hold; what several of them share counts once."""
+    total = 0
+    for k, pool in enumerate(memories[0].pools):
+        pages = np.unique(np.concatenate([memory.tables[k] for memory in memories]))
+        total += int((pages >= 0).sum()) * pool.page_bytes
+    slots = {memory.slots for memory in memories if memory.slots}
+    return total + len(slots) * sum(pool.slot_bytes for pool in memories[0].state_pools)
+
+
 def _flat(array: NDArray[np.uint16] | NDArray[np.float32]) -> memoryview:
     return array.reshape(-1).view(np.uint8).data

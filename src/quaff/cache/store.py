@@ -37,7 +37,7 @@ from quaff.cache.entry import (
     shared,
     stem,
 )
-from quaff.cache.memory import Memory
+from quaff.cache.memory import Memory, held_bytes
 from quaff.cache.shelf import Shelf, now_ns
 from quaff.weights.budget import human_bytes
 
@@ -55,8 +55,9 @@ _NICE = 10
 
 @dataclass(frozen=True, slots=True)
 class StoreCounters:
-    """Prefixes looked for and found, tokens and bytes restored; files and bytes written; prefixes not written (`dropped`: the queue was
-    full, the disk too, or the cap is smaller); files removed for room (`evicted`), and because they were not what they should be."""
+    """Prefixes looked for and found, tokens and bytes restored; files and bytes written; prefixes not written (`dropped`: too many or too
+    much waited, the disk was full, or the cap is smaller); files removed for room (`evicted`), and because they were not what they should
+    be."""
 
     lookups: int = 0
     hits: int = 0
@@ -104,12 +105,14 @@ class Store:
     """Prefixes of the model with bits key `key`, 32 bytes, whose state has the given layout. Any thread may call.
 
     `cap_bytes` bounds the files of all models in `folder`; several processes may pass it by a sixteenth each before they notice.
+    `waiting_bytes` bounds the memory of what is not written yet.
     """
 
-    def __init__(self, folder: Path, key: bytes, layout: Layout, cap_bytes: int) -> None:
+    def __init__(self, folder: Path, key: bytes, layout: Layout, cap_bytes: int, waiting_bytes: int = 1 << 62) -> None:
         self.key = key
         self.layout = layout
         self._shelf = Shelf(folder, f"v{VERSION}/{stem(key)}", cap_bytes)
+        self._waiting_bytes = waiting_bytes
         self._queue: deque[_Job] = deque()
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
@@ -290,15 +293,19 @@ class Store:
         """Queue a prefix that is all positions of the sequence of `memory`, which must not change until it is written: then `release` gets
         the sequence, once, in any thread.
 
-        What is there already is only marked as used. A prefix larger than the cap is not written.
+        What is there already is only marked as used. A prefix larger than the cap is not written, nor one that comes when too much waits.
         """
         job = _Job(root(self.key, salt), np.array(tokens, dtype=np.int32), memory, release)
         with self._changed:
-            if not self._closed and len(self._queue) < _QUEUE and self._start():
+            if not self._closed and len(self._queue) < _QUEUE and self._has_room(job) and self._start():
                 self._queue.append(job)
                 return
         self._count(dropped=1)
         release(memory.sequence)
+
+    def _has_room(self, job: _Job) -> bool:
+        waiting = [*self._queue, *([self._current] if self._current is not None else []), job]
+        return held_bytes([one.memory for one in waiting]) <= self._waiting_bytes
 
     def _start(self) -> bool:
         """True when there is a thread that writes. It cannot begin before the lock is free."""

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from tests.stored import KEY, SHAPES, cold_hash, computed, make_cache, make_store, prompt, put, restore
 
 from quaff.cache.entry import BLOCK
-from quaff.cache.memory import Memory
+from quaff.cache.memory import Memory, held_bytes
 from quaff.cache.store import Store
 
 LENGTHS = [1, 63, 64, 65, BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK - 1, 2 * BLOCK, 2 * BLOCK + 1]
@@ -225,6 +225,32 @@ def test_the_queue_is_bounded_and_every_sequence_is_given_back_once(tmp_path: Pa
     store.put(prompt(100), replace(memory, sequence=80), released.append)
     assert released[-1] == 80
     check(store, "full", prompt(101), 100)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_what_waits_holds_no_more_memory_than_it_may(tmp_path: Path, shape: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Cap ignored (ik_llama.cpp 2320): what several prefixes share counts once."""
+    cache, go = make_cache(shape), threading.Event()
+    sequences = [computed(cache, prompt(300, seed)) for seed in range(2)]
+    memories = [Memory.of(cache, sequence) for sequence in sequences]
+    each, both = held_bytes(memories[:1]), held_bytes(memories)
+    held = sum(n * pool.page_bytes for n, pool in zip(cache.pages_in_use, cache.pools, strict=True))
+    # Of the states there are some at other places than the end.
+    assert each * 2 == both <= held + cache.states.slot_bytes * sum(cache.states.slots_in_use)
+    assert held_bytes([memories[0]] * 5) == each
+    store = make_store(tmp_path, shape, waiting_bytes=both - 1)
+    write = store._write
+    monkeypatch.setattr(store, "_write", lambda job: (go.wait(60), write(job)))
+    for _ in range(5):
+        store.put(prompt(300, 0), memories[0], lambda sequence: None)
+    assert store.counters.dropped == 0
+    store.put(prompt(300, 1), memories[1], lambda sequence: None)
+    assert store.counters.dropped == 1
+    go.set()
+    assert store.flush(60)
+    store.put(prompt(300, 1), memories[1], lambda sequence: None)
+    assert store.flush(60) and store.counters.dropped == 1
+    check(store, shape, prompt(301, 1), 300)
 
 
 def test_what_is_queued_can_be_given_up_and_what_is_being_written_after_one_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,7 @@ import os
 import stat
 import threading
 import time
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -234,6 +235,30 @@ def test_memory_that_waits_for_the_disk_is_there_for_requests(path: Path, store:
         go.set()
         assert disk(llm).store.flush(60)
         assert disk(llm).store.counters.dropped
+        assert pages_held(llm) == 0
+
+
+def test_what_waits_for_the_disk_holds_no_more_memory_than_the_cache_may(path: Path, store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Cap ignored (ik_llama.cpp 2320): prompts come faster than the disk takes them, and one is larger than the cache."""
+    go = threading.Event()
+    with load(path, store, cap=400_000) as llm, ExitStack() as stack:
+        stack.callback(go.set)
+        cache, prefix, write = llm.engine.cache, llm.engine.prefix, disk(llm).store._write
+        assert prefix is not None
+        monkeypatch.setattr(disk(llm).store, "_write", lambda job: (go.wait(60), write(job)))
+        for seed in range(12):
+            read(llm, prompt(300, 300, 20 + seed))
+            llm.engine.sweep()
+            pages = sum(n * pool.page_bytes for n, pool in zip(cache.pages_in_use, cache.pools, strict=True))
+            states = max(cache.states.slots_in_use, default=0) * cache.states.slot_bytes
+            assert prefix.used_bytes <= prefix.cap_bytes and pages + states <= 2 * prefix.cap_bytes
+        dropped = disk(llm).store.counters.dropped
+        assert dropped
+        read(llm, prompt(300, 3000, 40))
+        assert disk(llm).store.counters.dropped > dropped
+        go.set()
+        assert disk(llm).store.flush(60)
+        assert disk(llm).store.counters.files_written
         assert pages_held(llm) == 0
 
 
