@@ -88,7 +88,7 @@ def _json_call(source: Source, sink: Sink) -> Reading:
             else:
                 # Some models write the arguments as a string that holds JSON.
                 text = yield from _json_string(source)
-                use(text if _is_object(text) else json.dumps({"value": text}))
+                use(text if isinstance(json_value(text), dict) else _json({"value": text}))
         else:
             yield from _json_value(source, ignore)
     if first != "}" or name is None:
@@ -102,9 +102,11 @@ def _json_string(source: Source) -> Generator[None, None, str]:
     parts: list[str] = []
     yield from _json_value(source, parts.append)
     try:
-        return str(json.loads("".join(parts), strict=False))
+        text = str(json.loads("".join(parts), strict=False))
+        text.encode()
     except ValueError:
         raise NotACall from None
+    return text
 
 
 def _json_value(source: Source, use: Callable[[str], object]) -> Reading:
@@ -252,8 +254,7 @@ class _Fields:
         sink.start(name)
 
     def add(self, key: str, text: str) -> None:
-        value = json.dumps(key, ensure_ascii=False) + ": " + json.dumps(self._value(key, text), ensure_ascii=False)
-        self._sink.arguments((", " if self._opened else "{") + value)
+        self._sink.arguments((", " if self._opened else "{") + f"{_json(key)}: {_json(self._value(key, text))}")
         self._opened = True
 
     def finish(self) -> None:
@@ -263,10 +264,7 @@ class _Fields:
         schema = self._types.get(key)
         if isinstance(schema, Mapping) and schema.get("type") == "string":
             return text
-        try:
-            return json.loads(text)
-        except ValueError:
-            return text
+        return json_value(text, otherwise=text)
 
 
 def python_calls(close: str) -> Section:
@@ -276,15 +274,15 @@ def python_calls(close: str) -> Section:
         text, _ = yield from source.upto((close,))
         try:
             tree = ast.parse(text.strip(), mode="eval").body
+            nodes = tree.elts if isinstance(tree, ast.List | ast.Tuple) else [tree]
+            calls = [(_dotted(node.func), _json(_keywords(node))) for node in nodes if isinstance(node, ast.Call)]
         except (SyntaxError, ValueError, RecursionError, MemoryError):
             raise NotACall from None
-        nodes = tree.elts if isinstance(tree, ast.List | ast.Tuple) else [tree]
-        calls = [(_dotted(node.func), _keywords(node)) for node in nodes if isinstance(node, ast.Call)]
         if not calls or len(calls) != len(nodes):
             raise NotACall
         for name, arguments in calls:
             sink.start(name)
-            sink.arguments(json.dumps(arguments, ensure_ascii=False))
+            sink.arguments(arguments)
 
     return read
 
@@ -332,12 +330,13 @@ def braced_calls(close: str, quote: str) -> Section:
         words = [m.groups() for m in token.finditer("{" + rest)]
         try:
             value, end = _braced(words, 0)
+            arguments = _json(value)
         except (IndexError, RecursionError):
             raise NotACall from None
         if end != len(words) or not isinstance(value, dict):
             raise NotACall
         sink.start(header.strip())
-        sink.arguments(json.dumps(value, ensure_ascii=False))
+        sink.arguments(arguments)
 
     return read
 
@@ -371,17 +370,25 @@ def _braced(words: Sequence[tuple[str | None, ...]], at: int) -> tuple[Any, int]
         raise NotACall
     if quoted is not None:
         return quoted, at + 1
-    try:
-        return json.loads(bare or ""), at + 1
-    except ValueError:
-        return (bare or "").strip(), at + 1
+    text = (bare or "").strip()
+    return json_value(text, otherwise=text), at + 1
 
 
-def _is_object(text: str) -> bool:
+def json_value(text: str, otherwise: Any = None) -> Any:
+    """The value of a JSON text; `otherwise` where it is none, or none that could be sent on: NaN, 1e999, half a surrogate pair."""
     try:
-        return isinstance(json.loads(text), dict)
-    except ValueError:
-        return False
+        value = json.loads(text)
+        _json(value)
+    except (ValueError, RecursionError):
+        return otherwise
+    return value
+
+
+def _json(value: Any) -> str:
+    """JSON that every client reads; ValueError where there is none."""
+    text = json.dumps(value, ensure_ascii=False, allow_nan=False)
+    text.encode()
+    return text
 
 
 def ignore(text: str) -> None:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from quaff.serve.calls import Schemas
+from quaff.serve.calls import Schemas, json_value
 from quaff.serve.errors import ApiError
 
 MAX_TOOLS = 512
@@ -97,8 +96,5 @@ def make_tools(
 
 def arguments_object(text: str) -> dict[str, Any] | None:
     """The arguments of a call as an object, None when the text is not JSON of one."""
-    try:
-        value = json.loads(text) if text.strip() else {}
-    except (ValueError, RecursionError):
-        return None
+    value = json_value(text if text.strip() else "{}")
     return value if isinstance(value, dict) else None

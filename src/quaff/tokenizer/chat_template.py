@@ -185,6 +185,7 @@ class ChatTemplate:
 
     def render(
         self,
+        /,
         messages: Sequence[Mapping[str, Any]],
         add_generation_prompt: bool = True,
         tools: Sequence[Mapping[str, Any]] | None = None,
@@ -199,11 +200,12 @@ class ChatTemplate:
         conversation = check_messages(messages)
         template = self._compiled()
         names = {"tools": tools, "documents": None, **self._special_tokens, **variables}
+        names |= {"messages": conversation, "add_generation_prompt": add_generation_prompt}
         self._environment.start()
         parts: list[str] = []
         length = 0
         try:
-            for part in template.generate(messages=conversation, add_generation_prompt=add_generation_prompt, **names):
+            for part in template.generate(names):
                 length += len(part)
                 if length > MAX_CHARACTERS:
                     raise SecurityError(f"a prompt longer than {MAX_CHARACTERS} characters")

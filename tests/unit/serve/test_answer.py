@@ -139,6 +139,29 @@ def test_no_answer_breaks_a_reader(name: str, data: st.DataObject) -> None:
         assert "".join(said for _, said in whole).split() == text.split()
 
 
+HALF = "\\ud83d"
+DEEP = "[" * 3000
+NO_CLIENT_READS: list[tuple[Dialect, str, list[tuple[str, ...]] | None]] = [
+    (d.HERMES, f'<tool_call>{{"name": "{HALF}"}}</tool_call>', None),
+    (d.HERMES, f'<tool_call>{{"name": "f", "arguments": "{DEEP}"}}</tool_call>', [("call", "f", f'{{"value": "{DEEP}"}}')]),
+    (d.XML, f"<tool_call><function=f><parameter=n>{DEEP}</parameter></function></tool_call>", [("call", "f", f'{{"n": "{DEEP}"}}')]),
+    (d.XML, "<tool_call><function=f><parameter=n>NaN</parameter></function></tool_call>", [("call", "f", '{"n": "NaN"}')]),
+    (d.GLM, "<tool_call>f<arg_key>n</arg_key><arg_value>null</arg_value></tool_call>", [("call", "f", '{"n": null}')]),
+    (d.GEMMA4, "<|tool_call>call:f{n:1e999,o:[null]}<tool_call|>", [("call", "f", '{"n": "1e999", "o": [null]}')]),
+    (d.LFM2, "<|tool_call_start|>[f(n=1e999)]<|tool_call_end|>", None),
+    (d.LFM2, f"<|tool_call_start|>[f(a='{HALF}')]<|tool_call_end|>", None),
+    (d.LFM2, f"<|tool_call_start|>[f(n={'-' * 3000}1)]<|tool_call_end|>", None),
+]
+
+
+@pytest.mark.parametrize(("dialect", "text", "wanted"), NO_CLIENT_READS)
+def test_values_that_no_json_can_hold_are_text(dialect: Dialect, text: str, wanted: list[tuple[str, ...]] | None) -> None:
+    answer = read(dialect, [text])
+    assert answer == (wanted or [("text", text)])
+    for part in (part for parts in answer for part in parts):
+        part.encode()
+
+
 def test_without_tools_every_character_is_text() -> None:
     text = ' \n<tool_call>{"name": "f", "arguments": {}}</tool_call> \n'
     assert read(d.HERMES, [text], None) == [("text", text)]

@@ -23,7 +23,6 @@ CONTEXT = 512
 BODIES = 10_000
 AT_ONCE = 20
 MESSAGE = {"role": "user", "content": "hi"}
-CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
 PARAMETERS = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
 CALL = {"id": "c", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
 VALID: dict[str, dict[str, Any]] = {
@@ -46,7 +45,7 @@ VALID: dict[str, dict[str, Any]] = {
         "stream": False,
         "stream_options": {"include_usage": True},
         "presence_penalty": 0.1,
-        "chat_template_kwargs": {"a": 1},
+        "chat_template_kwargs": {"a": 1, "self": 2},
         "tools": [{"type": "function", "function": {"name": "f", "description": "d", "parameters": PARAMETERS}}],
         "tool_choice": "none",
         "parallel_tool_calls": True,

@@ -37,7 +37,7 @@ def test_what_templates_use() -> None:
     assert render("{% for i in [1, 2, 3] %}{% if i == 2 %}{% break %}{% endif %}{{ i }}{% endfor %}") == "1"
     assert render("a{% generation %}{{ messages[0].content }}{% endgeneration %}b") == "ahib"
     assert len(render("{{ strftime_now('%Y-%m-%d') }}")) == 10
-    assert render("{{ flag }}", flag="on") == "on"
+    assert render("{{ flag }}", flag="on", self="a name that is ours", kwargs=1) == "on"
     assert render("{% set ns = namespace(n=0) %}{% for m in messages %}{% set ns.n = ns.n + 1 %}{% endfor %}{{ ns.n }}") == "1"
     assert render("{{ 'a b'.split(' ') | join('-') }}{{ 'x'.strip() ~ 1 }}{{ '%s in %d' % ('May', 2026) }}") == "a-bx1May in 2026"
     assert render("{{ 'a1234' | replace('a', 'b') }}{{ 'a\nb' | indent(2) }}") == "b1234a\n  b"
