@@ -21,7 +21,7 @@ from quaff.serve.generation import Generation, Progress, Result
 from quaff.serve.service import Service, service_of
 from quaff.serve.tools import Tools, arguments_object, make_tools
 from quaff.serve.turns import Turn, make_turn
-from quaff.serve.wire import Body, EventStream, collect, read_body, sse
+from quaff.serve.wire import Body, EventStream, Items, collect, read_body, sse
 
 PING = sse({"type": "ping"}, "ping")
 
@@ -56,16 +56,16 @@ class OutputConfig(Body):
 
 class Message(Body):
     role: Literal["user", "assistant", "system"]
-    content: str | list[dict[str, Any]]
+    content: str | Items[dict[str, Any]]
 
 
 class PromptBody(Body):
     """What makes the prompt: the whole of /v1/messages/count_tokens."""
 
     model: str
-    messages: list[Message] = Field(min_length=1)
-    system: str | list[dict[str, Any]] | None = None
-    tools: list[ToolBody] | None = None
+    messages: Items[Message] = Field(min_length=1)
+    system: str | Items[dict[str, Any]] | None = None
+    tools: Items[ToolBody] | None = None
     tool_choice: ToolChoice | None = None
     thinking: Thought | None = None
     output_config: OutputConfig | None = None
@@ -76,7 +76,7 @@ class MessagesBody(PromptBody):
     temperature: float | None = Field(default=None, ge=0, le=2)
     top_p: float | None = Field(default=None, gt=0, le=1)
     top_k: int | None = Field(default=None, ge=0, le=1 << 30)
-    stop_sequences: list[str] | None = Field(default=None, max_length=64)
+    stop_sequences: Items[str] | None = Field(default=None, max_length=64)
     stream: bool | None = None
 
     def params(self, temperature: float) -> SamplingParams:

@@ -17,7 +17,7 @@ from quaff.serve.generation import Generation, Job, Progress, Result
 from quaff.serve.openai import DONE, envelope, merged, progress_block, usage
 from quaff.serve.sampling import MOST_LOGPROBS, Sampling
 from quaff.serve.service import Service, service_of
-from quaff.serve.wire import EventStream, collect, read_body, sse
+from quaff.serve.wire import EventStream, Items, collect, read_body, sse
 
 MOST_PROMPTS = 64
 
@@ -29,7 +29,7 @@ def routes() -> list[Route]:
 class CompletionBody(Sampling):
     """`prompt` is a text, a list of token ids, or a list of either; control tokens written in a text become those tokens."""
 
-    prompt: str | list[int] | list[str] | list[list[int]]
+    prompt: str | Items[int] | Items[str] | Items[Items[int]]
     logprobs: int | None = Field(default=None, ge=0, le=MOST_LOGPROBS)
     echo: bool | None = None
     suffix: str | None = None

@@ -11,7 +11,7 @@ from quaff.serve.errors import ApiError
 from quaff.serve.forms import Form, choice_form, json_form, regex_form, response_form
 from quaff.serve.tools import Tools, make_tools
 from quaff.serve.turns import Turn, make_turn
-from quaff.serve.wire import Body
+from quaff.serve.wire import Body, Items
 
 RESERVED = frozenset({"messages", "tools", "documents", "add_generation_prompt"})
 """What a template gets from elsewhere: variables of a request must not take its place."""
@@ -42,7 +42,7 @@ class StructuredOutputs(Body):
 
     json_schema: dict[str, Any] | None = Field(default=None, alias="json")
     regex: str | None = None
-    choice: list[str] | None = Field(default=None, min_length=1)
+    choice: Items[str] | None = Field(default=None, min_length=1)
 
     def form(self) -> Form | None:
         given = [
@@ -59,11 +59,11 @@ class StructuredOutputs(Body):
 class Conversation(Body):
     """The part of a body that makes a prompt. `chat_template_kwargs` are variables of the template, `enable_thinking` for one."""
 
-    messages: list[dict[str, Any]] = Field(min_length=1)
+    messages: Items[dict[str, Any]] = Field(min_length=1)
     add_generation_prompt: bool = True
     chat_template_kwargs: dict[str, Any] | None = None
     chat_template: str | None = None
-    tools: list[FunctionTool] | None = None
+    tools: Items[FunctionTool] | None = None
     tool_choice: Literal["auto", "none", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = None
     reasoning_effort: str | None = None

@@ -17,7 +17,7 @@ from quaff.engine.embedder import Pooling
 from quaff.llm import LLM
 from quaff.serve.errors import ApiError, context_exceeded
 from quaff.serve.service import Service, service_of
-from quaff.serve.wire import Body, read_body, while_connected
+from quaff.serve.wire import Body, Items, read_body, while_connected
 
 MAX_TEXTS = 2048
 
@@ -30,7 +30,7 @@ class EmbeddingsBody(Body):
     """`pooling` is ours: how the rows of a text become one; without it, as the model's file says."""
 
     model: str | None = None
-    input: str | list[str] | list[int] | list[list[int]]
+    input: str | Items[str] | Items[int] | Items[Items[int]]
     encoding_format: Literal["float", "base64"] = "float"
     dimensions: int | None = None
     pooling: Pooling | None = None

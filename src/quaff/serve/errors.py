@@ -30,6 +30,10 @@ REFUSED = (PromptError, ConfigError, UnsupportedError, MemoryBudgetError)
 """Errors of the engine that the request itself causes: 400. Every other QuaffError is the server's: 500."""
 
 
+UNION_TAGS = frozenset({"str", "int", "float", "bool"})
+"""Steps in the place of an invalid value that are types and look like names."""
+
+
 class ApiError(QuaffError):
     """An answer with an error status. `code` is the machine-readable reason, `param` the field of the body that is wrong."""
 
@@ -85,12 +89,15 @@ def as_api_error(error: BaseException) -> ApiError | None:
 
 
 def _invalid_body(error: ValidationError) -> ApiError:
-    first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+    found = error.errors(include_url=False, include_context=False, include_input=False)
+    # Of the forms that a field may have, the one that the value came closest to.
+    first = max((e for e in found if e["loc"][:1] == found[0]["loc"][:1]), key=lambda e: len(e["loc"]))
     message = str(first["msg"])[:1].lower() + str(first["msg"])[1:]
     if first["type"] == "json_invalid":
         return ApiError(400, f"the body is not JSON: {message.removeprefix('invalid JSON: ')}")
     # Tags of unions are pydantic's words, not names of fields: only names and indices make a path a client knows.
-    path = "".join(f"[{p}]" if isinstance(p, int) else f".{p}" for p in first["loc"] if isinstance(p, int) or p.isidentifier()).lstrip(".")
+    known = [p for p in first["loc"] if isinstance(p, int) or (p.isidentifier() and p[0].islower() and p not in UNION_TAGS)]
+    path = "".join(f"[{p}]" if isinstance(p, int) else f".{p}" for p in known).lstrip(".")
     return ApiError(400, f"{path}: {message}" if path else message, param=path or None)
 
 

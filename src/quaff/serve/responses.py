@@ -22,7 +22,7 @@ from quaff.serve.sampling import Sampling
 from quaff.serve.service import Service, service_of
 from quaff.serve.tools import Tools, make_tools
 from quaff.serve.turns import Turn, make_turn
-from quaff.serve.wire import Body, EventStream, collect, read_body, sse
+from quaff.serve.wire import Body, EventStream, Items, collect, read_body, sse
 
 
 def routes() -> list[Route]:
@@ -50,10 +50,10 @@ class Reasoning(Body):
 
 
 class ResponseBody(Sampling):
-    input: str | list[dict[str, Any]]
+    input: str | Items[dict[str, Any]]
     instructions: str | None = None
     max_output_tokens: int | None = Field(default=None, ge=1)
-    tools: list[ToolBody] | None = None
+    tools: Items[ToolBody] | None = None
     tool_choice: Literal["auto", "none", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = None
     text: TextConfig | None = None

@@ -10,7 +10,7 @@ from pydantic import Field
 from quaff.engine.sampler import SamplingParams
 from quaff.serve.errors import ApiError
 from quaff.serve.settings import Settings
-from quaff.serve.wire import Body
+from quaff.serve.wire import Body, Items
 
 MOST_CHOICES = 16
 MOST_LOGPROBS = 20
@@ -33,10 +33,10 @@ class Sampling(Body):
     repetition_penalty: float | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
-    logit_bias: dict[str, float] | None = None
+    logit_bias: dict[str, Any] | None = None
     seed: int | None = Field(default=None, ge=-(1 << 63), lt=1 << 64)
     n: int | None = Field(default=None, ge=1, le=MOST_CHOICES)
-    stop: StopText | Annotated[list[StopText], Field(max_length=16)] | None = None
+    stop: StopText | Annotated[Items[StopText], Field(max_length=16)] | None = None
     ignore_eos: bool | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
@@ -72,8 +72,8 @@ class Sampling(Body):
             **defaults | {name: value for name, value in given.items() if value is not None},
         )
 
-    def _bias(self) -> dict[int, float]:
-        """Biases by token id, which JSON can write as a string only."""
+    def _bias(self) -> dict[int, Any]:
+        """Biases by token id, which JSON can write as a string only; whether they are numbers is checked with the other parameters."""
         biases = self.logit_bias or {}
         bad = next((key for key in biases if not (key.isascii() and key.isdigit() and len(key) < 10)), None)
         if bad is not None:

@@ -12,7 +12,7 @@ from starlette.routing import Route
 from quaff.serve.conversation import Conversation, FunctionTool, turn_of
 from quaff.serve.errors import ApiError
 from quaff.serve.service import service_of
-from quaff.serve.wire import Body, read_body
+from quaff.serve.wire import Body, Items, read_body
 
 
 def routes() -> list[Route]:
@@ -30,10 +30,10 @@ class TokenizeBody(Body):
     add_special: bool = Field(default=True, validation_alias=AliasChoices("add_special", "add_special_tokens"))
     parse_special: bool = True
     with_pieces: bool = False
-    messages: list[dict[str, Any]] | None = None
+    messages: Items[dict[str, Any]] | None = None
     add_generation_prompt: bool = True
     chat_template_kwargs: dict[str, Any] | None = None
-    tools: list[FunctionTool] | None = None
+    tools: Items[FunctionTool] | None = None
 
     def conversation(self) -> Conversation:
         return Conversation(
@@ -45,7 +45,7 @@ class TokenizeBody(Body):
 
 
 class DetokenizeBody(Body):
-    tokens: list[int]
+    tokens: Items[int]
 
 
 async def tokenize(request: Request) -> Response:

@@ -11,13 +11,21 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from pydantic import ValidationError
 from tests.unit.serve.asgi import Caller, calling
 
 import quaff
 from quaff.engine.pace import Policy
+from quaff.serve.anthropic import MessagesBody
 from quaff.serve.app import make_app
+from quaff.serve.chat import ChatBody
+from quaff.serve.completions import CompletionBody
+from quaff.serve.embeddings import EmbeddingsBody
+from quaff.serve.responses import ResponseBody
 from quaff.serve.service import Service
 from quaff.serve.settings import Settings
+from quaff.serve.tokens import DetokenizeBody
+from quaff.serve.wire import Body
 
 CONTEXT = 512
 BODIES = 10_000
@@ -193,6 +201,9 @@ def test_the_good_bodies_are_good(call: Caller, path: str) -> None:
         (b'{"messages": [{"role": "user", "content": "hi"}], "temperature": NaN}', "temperature"),
         (b'{"messages": [{"role": "user", "content": "hi"}], "seed": ' + b"9" * 4000 + b"}", "seed"),
         (b'{"messages": [{"role": "user", "content": "' + b"x" * 70_000 + b'"}]}', "context"),
+        (b'{"messages": [{"role": "user", "content": "hi"}], "stop": ["a", ""]}', "stop[1]: string should have at least 1 character"),
+        (b'{"messages": [{"role": "user", "content": "hi"}], "tool_choice": {"type": "function"}}', "tool_choice.function: field required"),
+        (b'{"messages": [{"role": "user", "content": "hi"}], "logit_bias": {"1": "2"}}', "logit_bias of token 1 is '2'"),
     ],
 )
 def test_an_error_says_what_is_wrong(call: Caller, body: bytes, words: str) -> None:
@@ -228,6 +239,28 @@ def test_a_prompt_that_is_too_long_is_never_cut(call: Caller, asked: str, stream
     if text:
         assert count == call.post("/tokenize", text).json["count"]
     assert count >= 40_000
+
+
+@pytest.mark.parametrize(
+    ("model", "field"),
+    [
+        (ChatBody, "messages"),
+        (ChatBody, "tools"),
+        (ChatBody, "stop"),
+        (CompletionBody, "prompt"),
+        (EmbeddingsBody, "input"),
+        (ResponseBody, "input"),
+        (MessagesBody, "messages"),
+        (MessagesBody, "system"),
+        (MessagesBody, "stop_sequences"),
+        (DetokenizeBody, "tokens"),
+    ],
+)
+def test_a_million_wrong_items_are_not_a_million_errors(model: type[Body], field: str) -> None:
+    with pytest.raises(ValidationError) as caught:
+        model.model_validate({field: [None] * 1000})
+    errors = caught.value.errors()
+    assert any(error["loc"][0] == field and error["loc"][-1] == 0 for error in errors) and len(errors) < 10
 
 
 @pytest.mark.parametrize("content", ["{{ ''.__class__ }}", "{% include '/etc/passwd' %}", "../../etc/passwd", "file:///etc/passwd"])
