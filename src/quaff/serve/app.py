@@ -138,8 +138,9 @@ def check_entry(headers: Headers, path: str, settings: Settings) -> None:
         if path in OPEN_PATHS:
             return
         scheme, _, bearer = headers.get("authorization", "").partition(" ")
-        given = headers.get("x-api-key") or (bearer.strip() if scheme.lower() == "bearer" else "")
-        if not hmac.compare_digest(given.encode(), settings.api_key.encode()):
+        # Some clients send both; headers are bytes, which came as Latin-1.
+        given = [headers.get("x-api-key", ""), bearer.strip() if scheme.lower() == "bearer" else ""]
+        if not any([hmac.compare_digest(key.encode("latin-1"), settings.api_key.encode()) for key in given]):
             raise ApiError(401, "the API key is missing or wrong", code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
     elif settings.local and host_name(headers.get("host", "")) not in LOOPBACK:
         # A web page whose name was made to point here would otherwise read our answers.

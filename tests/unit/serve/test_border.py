@@ -70,9 +70,24 @@ def test_without_the_key_nothing_is_answered(call: Caller, headers: dict[str, st
 
 
 @with_key
-@pytest.mark.parametrize("headers", [{"authorization": "Bearer secret"}, {"authorization": "bearer  secret"}, {"x-api-key": "secret"}])
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {"authorization": "Bearer secret"},
+        {"authorization": "bearer  secret"},
+        {"x-api-key": "secret"},
+        {"authorization": "Bearer secret", "x-api-key": "another server's"},
+        {"authorization": "Bearer another server's", "x-api-key": "secret"},
+    ],
+)
 def test_with_the_key_one_comes_in_under_any_name(call: Caller, headers: dict[str, str]) -> None:
     assert call("GET", "/metrics", headers={"host": "models.example:80", **headers}).status == 200
+
+
+@pytest.mark.parametrize("call", [replace(SETTINGS, api_key="schlüssel")], indirect=True)
+def test_a_key_is_compared_by_its_bytes(call: Caller) -> None:
+    assert call("GET", "/metrics", headers={"x-api-key": "schlüssel"}).status == 200
+    assert call("GET", "/metrics", headers={"x-api-key": "schlussel"}).status == 401
 
 
 @pytest.mark.parametrize(
