@@ -25,8 +25,14 @@ from quaff.serve.turns import Turn, make_turn
 from quaff.serve.wire import Body, EventStream, Items, collect, read_body, sse
 
 
+NOT_STORED = "responses are not stored: send the whole input, and take the answer from the reply to it"
+
+
 def routes() -> list[Route]:
-    return [Route("/v1/responses", create_response, methods=["POST"])]
+    return [
+        Route("/v1/responses", create_response, methods=["POST"]),
+        Route("/v1/responses/{rest:path}", no_response, methods=["GET", "POST", "DELETE"]),
+    ]
 
 
 class ToolBody(Body):
@@ -59,6 +65,9 @@ class ResponseBody(Sampling):
     text: TextConfig | None = None
     reasoning: Reasoning | None = None
     previous_response_id: str | None = None
+    conversation: Any = None
+    prompt: Any = None
+    background: bool | None = None
     metadata: dict[str, Any] | None = None
 
     def offered(self) -> Tools:
@@ -84,16 +93,23 @@ async def create_response(request: Request) -> Response:
     generations = await service.start(turn.job(params, salt=body.cache_salt))
     head = _head(service, body)
     if body.stream:
-        return EventStream(request, generations, _events(service, turn, head, generations[0]))
+        items = _Items(head)
+        return EventStream(request, generations, _events(service, turn, items, generations[0]), failure=items.failed)
     (result,) = await collect(request, generations)
     output = [_item(part, _status(result)) for part in await service.blocking(turn.answer, result)]
     return JSONResponse(head | _ended(result, output, len(dialogue.tokenizer.encode(_thoughts(output), add_special=False))))
 
 
+async def no_response(request: Request) -> Response:
+    """Whatever is asked of a response that was made before."""
+    raise ApiError(404, NOT_STORED)
+
+
 def turn_of(dialogue: Dialogue, body: ResponseBody) -> Turn:
     """The turn that a body asks for. ApiError, PromptError or ConfigError for what it is not."""
-    if body.previous_response_id is not None:
-        raise ApiError(400, "responses are not stored; send the whole input instead", param="previous_response_id")
+    for field in ("previous_response_id", "conversation", "prompt", "background"):
+        if getattr(body, field):
+            raise ApiError(400, f"{field}: {NOT_STORED}", param=field)
     if body.choices != 1:
         raise ApiError(400, "a response is one answer: n is not known here", param="n")
     variables = {"reasoning_effort": body.reasoning.effort} if body.reasoning is not None and body.reasoning.effort else {}
@@ -143,6 +159,8 @@ def _add(out: list[dict[str, Any]], item: Mapping[str, Any], where: str, names: 
         if not isinstance(parts, list) or not all(isinstance(part, dict) for part in parts):
             raise ApiError(400, f"{where}.content must be a list of parts", param=f"{where}.content")
         out.append({"role": "assistant", "content": "", "reasoning_content": "".join(_string(part, "text", where) for part in parts)})
+    elif kind == "item_reference":
+        raise ApiError(400, f"{where}: {NOT_STORED}", param=where)
     else:
         raise ApiError(400, f"{where}: an item of type {kind!r} cannot stand here", param=where)
 
@@ -262,10 +280,9 @@ def _thoughts(output: list[dict[str, Any]]) -> str:
 # The stream
 
 
-async def _events(service: Service, turn: Turn, head: dict[str, Any], generation: Generation) -> AsyncIterator[bytes]:
-    items = _Items()
-    yield items.event("response.created", response=head)
-    yield items.event("response.in_progress", response=head)
+async def _events(service: Service, turn: Turn, items: _Items, generation: Generation) -> AsyncIterator[bytes]:
+    yield items.event("response.created", response=items.head)
+    yield items.event("response.in_progress", response=items.head)
     async for item in turn.events(service, generation):
         if not isinstance(item, Progress):
             for data in items.add(item):
@@ -275,13 +292,14 @@ async def _events(service: Service, turn: Turn, head: dict[str, Any], generation
             yield data
         tokens = await service.blocking(turn.dialogue.tokenizer.encode, _thoughts(items.output), False)
         kind = f"response.{_status(result)}"
-        yield items.event(kind, response=head | _ended(result, items.output, len(tokens)))
+        yield items.event(kind, response=items.head | _ended(result, items.output, len(tokens)))
 
 
 @dataclass(slots=True)
 class _Items:
-    """Output items as events: one is open at a time, its whole part in `part`."""
+    """Output items as events: one is open at a time, its whole part in `part`. `head` is the response around them."""
 
+    head: dict[str, Any]
     output: list[dict[str, Any]] = field(default_factory=list)
     part: Part | None = None
     id: str = ""
@@ -291,6 +309,13 @@ class _Items:
         out = sse({"type": kind, "sequence_number": self.number, **data}, kind)
         self.number += 1
         return out
+
+    def failed(self, error: ApiError) -> bytes:
+        told = error.body("openai")["error"]
+        response = self.head | {"status": "failed", "output": self.output, "error": {"code": "server_error", "message": told["message"]}}
+        # Clients that look for `error` raise it; those that read events are told by the fields beside it and by the response.
+        first = self.event("error", error=told, code=told["code"], message=told["message"], param=told["param"])
+        return first + self.event("response.failed", response=response)
 
     def add(self, event: Event) -> list[bytes]:
         match event:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import AsyncIterator, Coroutine, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import suppress
 from typing import Annotated, Any, Protocol, TypeVar
 
@@ -127,12 +127,20 @@ async def _hang_up(receive: Receive) -> None:
 class EventStream(Response):
     """Server-sent events: headers at once, then `events`, with `ping` after every `ping_seconds` of silence.
 
-    A client that hangs up ends the `generations` behind it. An error of `events` becomes the last event, in the shape of the route.
+    A client that hangs up ends the `generations` behind it. An error of `events` becomes what is sent last, in the shape of the route or
+    as `failure` writes it.
     """
 
     media_type = "text/event-stream"
 
-    def __init__(self, request: Request, generations: Sequence[Generation], events: AsyncIterator[bytes], ping: bytes = PING) -> None:
+    def __init__(
+        self,
+        request: Request,
+        generations: Sequence[Generation],
+        events: AsyncIterator[bytes],
+        ping: bytes = PING,
+        failure: Callable[[ApiError], bytes] | None = None,
+    ) -> None:
         super().__init__(headers={"Cache-Control": "no-store", "X-Accel-Buffering": "no"})
         del self.headers["content-length"]
         request.state.generations = generations
@@ -141,6 +149,7 @@ class EventStream(Response):
         self._generations = generations
         self._events = events
         self._ping = ping
+        self._failure = failure or (lambda error: error_event(error, shape_of(self._path)))
         self._sent_at = 0.0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -154,7 +163,7 @@ class EventStream(Response):
             async for event in self._events:
                 await self._send(send, event)
         except Exception as error:
-            await self._send(send, error_event(told(error, self._path), shape_of(self._path)))
+            await self._send(send, self._failure(told(error, self._path)))
         finally:
             pings.cancel()
         await send({"type": "http.response.body", "body": b"", "more_body": False})

@@ -74,6 +74,19 @@ def test_a_fault_in_the_middle_of_a_stream_is_its_last_event(plain: Live) -> Non
     assert said[-1]["error"]["type"] == "api_error" and "secret" not in said[-1]["error"]["message"]
 
 
+def test_a_response_that_fails_says_so_in_its_own_events(plain: Live) -> None:
+    body = {"input": "go on", "max_output_tokens": 40, "stream": True, "ignore_eos": True}
+    with failing(plain, RuntimeError("secret detail"), after=3):
+        reply = httpx.post(f"{plain.url}/v1/responses", json=body, timeout=60)
+        with pytest.raises(openai.APIError, match="the server failed"):
+            list(plain.client.responses.create(model="tiny", input="go on", stream=True, extra_body={"ignore_eos": True}))
+    said = [json.loads(line[6:]) for line in reply.text.splitlines() if line.startswith("data: ")]
+    assert [event["sequence_number"] for event in said] == list(range(len(said)))
+    assert [event["type"] for event in said[-2:]] == ["error", "response.failed"] and "secret" not in reply.text
+    assert said[-2]["message"] == said[-2]["error"]["message"] == said[-1]["response"]["error"]["message"]
+    assert said[-1]["response"]["status"] == "failed" and said[-1]["response"]["id"] == said[0]["response"]["id"]
+
+
 def test_the_next_request_is_served(plain: Live) -> None:
     for error in (RuntimeError("once"), MemoryError()):
         with failing(plain, error), pytest.raises(openai.APIStatusError):

@@ -131,6 +131,10 @@ def test_items_that_are_refused(item: dict[str, Any], param: str) -> None:
     ("change", "param"),
     [
         ({"previous_response_id": "resp_1"}, "previous_response_id"),
+        ({"conversation": {"id": "conv_1"}}, "conversation"),
+        ({"prompt": {"id": "pmpt_1"}}, "prompt"),
+        ({"background": True}, "background"),
+        ({"input": [{"type": "item_reference", "id": "msg_1"}]}, "input[0]"),
         ({"tools": [{"type": "web_search"}]}, "tools[0]"),
         ({"input": []}, "input"),
         ({"max_output_tokens": 0}, "max_output_tokens"),
@@ -143,6 +147,14 @@ def test_what_is_refused(live: Live, change: dict[str, Any], param: str) -> None
     with pytest.raises(openai.BadRequestError) as error:
         live.client.responses.create(**OPTIONS | change)
     assert error.value.param == param
+
+
+def test_nothing_is_stored_and_a_client_is_told_so(live: Live) -> None:
+    reply = live.client.responses.create(**OPTIONS, store=True)
+    assert reply.store is False
+    for ask in (live.client.responses.retrieve, live.client.responses.delete, live.client.responses.cancel):
+        with pytest.raises(openai.NotFoundError, match="not stored"):
+            ask(reply.id)
 
 
 VALUES: Any = st.recursive(
