@@ -127,9 +127,8 @@ class Border:
         self._service.metrics.count_answer(path if path in self._paths else "other", answer)
         if path in QUIET_PATHS:
             return
-        results = [generation.result for generation in state.get("generations", ())]
-        details = [result.summary() if result is not None else "cancelled" for result in results]
-        log.info("%s %s %d, %.2f s%s", scope["method"], one_line(path[:200]), answer, seconds, "".join(f"; {d}" for d in details))
+        details = "".join(f"; {generation.summary()}" for generation in state.get("generations", ()))
+        log.info("%s %s %d, %.2f s%s", scope["method"], one_line(path[:200]), answer, seconds, details)
 
 
 def check_entry(headers: Headers, path: str, settings: Settings) -> None:

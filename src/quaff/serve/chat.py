@@ -42,20 +42,22 @@ class ChatBody(Sampling, Conversation):
 
 async def chat_completions(request: Request) -> Response:
     service = service_of(request)
-    llm = service.llm
+    dialogue = service.dialogue
     body = await read_body(request, ChatBody)
     most = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
     params = body.params(service.settings, most, logprobs=body.wanted_logprobs)
-    turn = await service.blocking(turn_of, service.dialogue, body)
+    turn = await service.blocking(turn_of, dialogue, body)
     generations = await service.start(turn.job(params, bool(body.return_progress), body.cache_salt), body.choices)
     if body.stream:
         return EventStream(request, generations, _events(service, turn, body, generations))
-    results = await collect(request, generations)
-    answers = [await service.blocking(turn.answer, result) for result in results]
+    return await service.blocking(_answer, service, turn, body, await collect(request, generations))
+
+
+def _answer(service: Service, turn: Turn, body: ChatBody, results: Sequence[Result]) -> Response:
     return JSONResponse(
         envelope(service, "chatcmpl", "chat.completion")
         | {
-            "choices": [_choice(llm, body, i, result, answers[i]) for i, result in enumerate(results)],
+            "choices": [_choice(service.llm, body, i, result, turn.answer(result)) for i, result in enumerate(results)],
             "usage": usage(results[:1], results),
             "timings": results[0].llama_timings(),
         }

@@ -75,8 +75,11 @@ async def completions(request: Request) -> Response:
         raise
     if body.stream:
         return EventStream(request, generations, _events(service, body, prompts, generations))
-    results = await collect(request, generations)
-    choices = [_choice(llm, body, i, prompts[i // body.choices], result) for i, result in enumerate(results)]
+    return await service.blocking(_answer, service, body, prompts, await collect(request, generations))
+
+
+def _answer(service: Service, body: CompletionBody, prompts: Sequence[Prompt], results: Sequence[Result]) -> Response:
+    choices = [_choice(service.llm, body, i, prompts[i // body.choices], result) for i, result in enumerate(results)]
     return JSONResponse(
         envelope(service, "cmpl", "text_completion")
         | {"choices": choices, "usage": usage(results[:: body.choices], results), "timings": results[0].llama_timings()}
@@ -152,7 +155,8 @@ class LogprobTable:
 
     def _add(self, id: int, logprob: float | None, top: Sequence[tuple[int, float]] | None) -> None:
         text = self._llm.tokenizer.token_text(id)
-        named = {self._llm.tokenizer.token_text(t): p for t, p in top} if top is not None else None
+        # Of several tokens that read alike the likeliest counts.
+        named = {self._llm.tokenizer.token_text(t): p for t, p in reversed(top)} if top is not None else None
         self._rows.append((text, logprob, named, self._offset))
         self._offset += len(text)
 

@@ -98,7 +98,7 @@ class Result:
         return block | ({"draft_n": self.drafted_tokens, "draft_n_accepted": self.accepted_tokens} if self.drafted_tokens else {})
 
     def summary(self) -> str:
-        """The generation in a line of the log."""
+        """In a line of the log."""
         t = self.timings
         return (
             f"prompt {self.prompt_tokens} (cached {self.cached_tokens}), {t.prefill_tokens_per_second:.0f} tok/s, "
@@ -129,6 +129,10 @@ class Generation:
     def prompt_logprobs(self) -> tuple[TokenLogprobs, ...]:
         """Of the prompt's tokens from the second on, where asked for; complete with the first token."""
         return tuple(self._request.prompt_logprobs) if self._request is not None else ()
+
+    def summary(self) -> str:
+        """How it went, in a line of the log."""
+        return self.result.summary() if self.result is not None else "cancelled" if self._error is None else "failed"
 
     # In the engine's thread
 

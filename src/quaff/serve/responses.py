@@ -24,7 +24,6 @@ from quaff.serve.tools import Tools, make_tools
 from quaff.serve.turns import Turn, make_turn
 from quaff.serve.wire import Body, EventStream, Items, collect, read_body, sse
 
-
 NOT_STORED = "responses are not stored: send the whole input, and take the answer from the reply to it"
 
 
@@ -96,8 +95,12 @@ async def create_response(request: Request) -> Response:
         items = _Items(head)
         return EventStream(request, generations, _events(service, turn, items, generations[0]), failure=items.failed)
     (result,) = await collect(request, generations)
-    output = [_item(part, _status(result)) for part in await service.blocking(turn.answer, result)]
-    return JSONResponse(head | _ended(result, output, len(dialogue.tokenizer.encode(_thoughts(output), add_special=False))))
+    return await service.blocking(_answer, turn, head, result)
+
+
+def _answer(turn: Turn, head: dict[str, Any], result: Result) -> Response:
+    output = [_item(part, _status(result)) for part in turn.answer(result)]
+    return JSONResponse(head | _ended(result, output, _reasoning_tokens(turn, output)))
 
 
 async def no_response(request: Request) -> Response:
@@ -107,9 +110,9 @@ async def no_response(request: Request) -> Response:
 
 def turn_of(dialogue: Dialogue, body: ResponseBody) -> Turn:
     """The turn that a body asks for. ApiError, PromptError or ConfigError for what it is not."""
-    for field in ("previous_response_id", "conversation", "prompt", "background"):
-        if getattr(body, field):
-            raise ApiError(400, f"{field}: {NOT_STORED}", param=field)
+    for name in ("previous_response_id", "conversation", "prompt", "background"):
+        if getattr(body, name):
+            raise ApiError(400, f"{name}: {NOT_STORED}", param=name)
     if body.choices != 1:
         raise ApiError(400, "a response is one answer: n is not known here", param="n")
     variables = {"reasoning_effort": body.reasoning.effort} if body.reasoning is not None and body.reasoning.effort else {}
@@ -273,8 +276,9 @@ def _text_part(text: str) -> dict[str, Any]:
     return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
 
 
-def _thoughts(output: list[dict[str, Any]]) -> str:
-    return "".join(part["text"] for item in output if item["type"] == "reasoning" for part in item["content"])
+def _reasoning_tokens(turn: Turn, output: list[dict[str, Any]]) -> int:
+    text = "".join(part["text"] for item in output if item["type"] == "reasoning" for part in item["content"])
+    return len(turn.dialogue.tokenizer.encode(text, add_special=False))
 
 
 # The stream
@@ -290,9 +294,8 @@ async def _events(service: Service, turn: Turn, items: _Items, generation: Gener
     if (result := generation.result) is not None:
         for data in items.close(_status(result)):
             yield data
-        tokens = await service.blocking(turn.dialogue.tokenizer.encode, _thoughts(items.output), False)
-        kind = f"response.{_status(result)}"
-        yield items.event(kind, response=items.head | _ended(result, items.output, len(tokens)))
+        tokens = await service.blocking(_reasoning_tokens, turn, items.output)
+        yield items.event(f"response.{_status(result)}", response=items.head | _ended(result, items.output, tokens))
 
 
 @dataclass(slots=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import secrets
 from typing import Annotated, Any
 
-from pydantic import Field
+from pydantic import AliasChoices, Field
 
 from quaff.engine.sampler import SamplingParams
 from quaff.serve.errors import ApiError
@@ -30,7 +30,7 @@ class Sampling(Body):
     top_p: float | None = None
     top_k: int | None = None
     min_p: float | None = None
-    repetition_penalty: float | None = None
+    repetition_penalty: float | None = Field(default=None, validation_alias=AliasChoices("repetition_penalty", "repeat_penalty"))
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     logit_bias: dict[str, Any] | None = None
@@ -56,7 +56,7 @@ class Sampling(Body):
         given = {
             "temperature": self.temperature,
             "top_p": self.top_p,
-            "top_k": self.top_k,
+            "top_k": None if self.top_k == -1 else self.top_k,
             "min_p": self.min_p,
             "repetition_penalty": self.repetition_penalty,
             "presence_penalty": self.presence_penalty,

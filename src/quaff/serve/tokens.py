@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from pydantic import AliasChoices, Field
@@ -9,6 +10,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
+from quaff.llm import LLM
 from quaff.serve.conversation import Conversation, FunctionTool, turn_of
 from quaff.serve.errors import ApiError
 from quaff.serve.service import service_of
@@ -55,10 +57,14 @@ async def tokenize(request: Request) -> Response:
     if (body.content is None) == (body.messages is None):
         raise ApiError(400, "give either content, a text, or messages, a conversation", param="content")
     if body.content is None:
-        ids = list((await service.blocking(turn_of, service.dialogue, body.conversation())).prompt.tokens)
+        ids: Sequence[int] = (await service.blocking(turn_of, service.dialogue, body.conversation())).prompt.tokens
     else:
         ids = await service.blocking(llm.tokenizer.encode, body.content, body.add_special, body.parse_special)
-    tokens: list[Any] = [{"id": t, "piece": llm.tokenizer.token_text(t)} for t in ids] if body.with_pieces else ids
+    return await service.blocking(_tokens, llm, ids, body.with_pieces)
+
+
+def _tokens(llm: LLM, ids: Sequence[int], with_pieces: bool) -> Response:
+    tokens: Any = [{"id": t, "piece": llm.tokenizer.token_text(t)} for t in ids] if with_pieces else ids
     return JSONResponse({"tokens": tokens, "count": len(ids), "max_model_len": llm.context})
 
 

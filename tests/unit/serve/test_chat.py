@@ -126,6 +126,14 @@ def test_penalties_reach_the_sampler(live: Live) -> None:
     assert live.client.chat.completions.create(**options).choices[0].message.content == expected
 
 
+def test_the_names_and_values_of_other_servers_mean_the_same(live: Live) -> None:
+    params = replace(PARAMS, repetition_penalty=1.7, ignore_eos=True)
+    expected = live.llm.chat(MESSAGES, params).text
+    for extra in ({"repetition_penalty": 1.7}, {"repeat_penalty": 1.7, "top_k": -1}):
+        reply = live.client.chat.completions.create(**OPTIONS, extra_body={"ignore_eos": True} | extra)
+        assert reply.choices[0].message.content == expected != live.llm.chat(MESSAGES, replace(params, repetition_penalty=1.0)).text
+
+
 def test_progress_is_asked_for_grows_and_ends_with_all_of_the_prompt(live: Live) -> None:
     """Silence (cline 13843, opencode 49044): a client that asks sees how far its prompt is."""
     messages = [{"role": "user", "content": "long " * 300}]
