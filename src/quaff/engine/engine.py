@@ -509,8 +509,11 @@ class Engine:
                 self._busy = before
 
     def _sweep(self) -> None:
-        for request in [r for r in self._requests.values() if r.cancelled]:
+        cancelled = [r for r in self._requests.values() if r.cancelled]
+        for request in cancelled:
             self._finish(request, "cancelled")
+        if cancelled:
+            self._waiting = deque(r for r in self._waiting if not r.done)
         while self._orphans:
             self.cache.free(self._orphans.popleft())
 
@@ -518,8 +521,6 @@ class Engine:
         held_back = []
         while self._waiting and len(self._scheduler) < self.policy.max_running:
             request = self._waiting.popleft()
-            if request.done:
-                continue
             self._attach(request)
             if self._convoy is not None:
                 readers = [r for r in self._requests.values() if r.admitted and not r.prefilled_at]

@@ -345,3 +345,16 @@ def test_a_bound_on_stalls_cuts_steps_of_prompts_to_one_chunk(llm: LLM) -> None:
     ):
         assert make_scheduler(order, llm.graph, Policy(max_stall_ms=200)).prompt_rows == rows
         assert make_scheduler(order, llm.graph, Policy(draft_tokens=4)).prompt_rows > 64
+
+
+def test_requests_that_are_cancelled_while_they_wait_are_forgotten(llm: LLM) -> None:
+    llm.engine.set_policy(Policy(max_running=1))
+    first = llm.engine.submit([1, 2, 3], params=PARAMS)
+    llm.engine.step()
+    waiting = [llm.engine.submit([4, 5, i], params=PARAMS) for i in range(5)]
+    for request in waiting[:-1]:
+        llm.engine.cancel(request)
+    llm.engine.step()
+    assert not first.done and list(llm.engine._waiting) == waiting[-1:]
+    llm.engine.run([first, waiting[-1]])
+    assert waiting[-1].finish_reason == "length"
