@@ -349,6 +349,7 @@ void bind_step(nb::module_& m) {
         .def(nb::init<int>(), "threads"_a)
         .def_prop_ro("threads", &Runtime::threads)
         .def_prop_ro("scratch_bytes", &Runtime::scratch_bytes)
+        .def_prop_ro("pulse", &Runtime::pulse)
         .def_prop_ro("owned_launches", &Runtime::owned_launches)
         .def_prop_ro("shared_launches", &Runtime::shared_launches)
         .def(

@@ -56,6 +56,7 @@ public:
     explicit Runtime(int threads);
     int threads() const { return pool_.size(); }
     size_t scratch_bytes() const;
+    uint64_t pulse() const { return pool_.pulse(); }
     // Launches so far whose rows each worker owned a block of, and those whose tiles' pages were shared out: for tests of what ran.
     int64_t owned_launches() const { return owned_; }
     int64_t shared_launches() const { return shared_; }

@@ -20,6 +20,9 @@ public:
 
     int size() const { return threads_; }
 
+    // Another value whenever a unit has ended; any thread may ask.
+    uint64_t pulse() const { return uint64_t{epoch_} << 32 | static_cast<uint32_t>(done_); }
+
     // Calls f(unit, worker) for every unit in [0, units), worker < size(); returns when all are done. f must not throw. units < 2^32.
     template <typename F> void run(int64_t units, F&& f) {
         std::vector<int64_t> bounds(static_cast<size_t>(size()) + 1);
@@ -32,8 +35,11 @@ public:
     template <typename F> void run(const std::vector<int64_t>& bounds, F&& f) {
         const int64_t units = bounds.back();
         if (units <= 1 || workers_.empty()) {
-            for (int64_t u = 0; u < units; ++u)
+            for (int64_t u = 0; u < units; ++u) {
                 f(u, 0);
+                if (units > 1)
+                    done_.store(u + 1, std::memory_order_relaxed);
+            }
             return;
         }
         using Function = std::remove_cvref_t<F>;

@@ -12,12 +12,15 @@ int main() {
         ThreadPool pool(threads);
         for (int round = 0; round < 20000; ++round) {
             const int64_t units = 1 + (round * 7919) % 37;
+            const uint64_t pulse = pool.pulse();
             std::vector<int> runs(static_cast<size_t>(units), 0); // not atomic: a unit that ran twice or late is a race a sanitizer sees
             pool.run(units, [&](int64_t u, int worker) {
                 if (worker < 0 || worker >= threads)
                     std::abort();
                 ++runs[static_cast<size_t>(u)];
             });
+            if (units > 1 && pool.pulse() == pulse)
+                return std::printf("job %lld left no sign of life\n", jobs), 1;
             for (int64_t u = 0; u < units; ++u)
                 if (runs[static_cast<size_t>(u)] != 1)
                     return std::printf("unit %lld of job %lld ran %d times\n", (long long)u, jobs, runs[(size_t)u]), 1;

@@ -182,6 +182,8 @@ class Runtime:
     @property
     def scratch_bytes(self) -> int: ...
     @property
+    def pulse(self) -> int: ...  # another value whenever a unit of work has ended; any thread may ask
+    @property
     def owned_launches(self) -> int: ...  # linear launches so far in which every worker owned a block of rows
     @property
     def shared_launches(self) -> int: ...  # attention launches so far in which workers shared the pages of a tile

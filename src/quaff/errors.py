@@ -67,6 +67,10 @@ class HubError(QuaffError):
     """A model could not be found by its name, fetched, or written to the cache folder."""
 
 
+class ClosedError(QuaffError):
+    """Whoever does the work is on the way out, and takes no more of it."""
+
+
 class QueueFullError(QuaffError):
     """More requests wait than the queue takes. `retry_after_seconds`: when there may be room."""
 

@@ -806,10 +806,10 @@ class LLM:
         self,
         prompts: Sequence[Prompt],
         pooling: Pooling | None = None,
-        drive: Callable[[Callable[[], None]], object] = lambda step: step(),
+        drive: Callable[[Engine], object] = Engine.step,
     ) -> NDArray[np.float32]:
         """Vectors of length 1, f32 [prompts, dim]: the residual after the last norm, pooled over a prompt's rows (None: as the file says,
-        or their mean). Every prompt is checked before any work starts. `drive` runs each step of the work; what it raises ends it.
+        or their mean). Every prompt is checked before any work starts. `drive` runs a step of an engine; what it raises ends the work.
         UnsupportedError while weights are streamed.
         """
         if not isinstance(self._weights, ResidentWeights):
@@ -817,9 +817,7 @@ class LLM:
         encoded = [self.encode(prompt) for prompt in prompts]
         with self._embedding:
             if self._embedder is None:
-                self._embedder = Embedder(
-                    self._build_hidden(), self._weights, self.threads, self.accountant, self.order, self.context, self.engine.policy
-                )
+                self._embedder = Embedder(self._build_hidden(), self._weights, self.engine)
             return self._embedder.embed(encoded, pooling or self.pooling, drive)
 
     def cancel(self) -> None:

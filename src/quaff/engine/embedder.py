@@ -11,12 +11,9 @@ from numpy.typing import NDArray
 from quaff import _native
 from quaff.cache.pages import PageCache
 from quaff.engine.engine import Engine, Request
-from quaff.engine.pace import Policy
 from quaff.engine.runner import Runner
 from quaff.errors import ConfigError, NonFiniteError
 from quaff.graph.program import Graph
-from quaff.schedule import Order
-from quaff.weights.budget import Accountant
 from quaff.weights.resident import ResidentWeights
 
 Pooling = Literal["mean", "last"]
@@ -52,23 +49,24 @@ class _Pool:
 class Embedder:
     """An engine of its own over the weights of a model, whose head is left out. For one thread at a time."""
 
-    def __init__(
-        self, graph: Graph, weights: ResidentWeights, threads: int, accountant: Accountant, order: Order, context: int, policy: Policy
-    ) -> None:
-        """`graph` was built with `hidden`. MemoryBudgetError when there is no room for its scratch."""
+    def __init__(self, graph: Graph, weights: ResidentWeights, beside: Engine) -> None:
+        """`graph` is that of the engine `beside`, built with `hidden`. MemoryBudgetError when there is no room for its scratch."""
+        accountant = beside.cache.accountant
         pools = [_native.PagePool(len(kind.layers), kind.kv_heads, kind.dim, kind.value_dim, kind.value_bytes) for kind in graph.kv_kinds]
         states = [_native.StatePool(len(kind.layers), kind.size) for kind in graph.state_kinds]
         cache = PageCache(graph.kv_kinds, pools, accountant, graph.state_kinds, states)
-        self._engine = Engine(Runner(graph, weights, pools, threads, accountant, states), cache, order, context, frozenset())
-        self._engine.set_policy(policy)
+        with beside.lock:
+            runner = Runner(graph, weights, pools, beside.runner.threads, accountant, states)
+            self._engine = Engine(runner, cache, beside.order, beside.context, frozenset(), beside=beside)
+            self._engine.set_policy(beside.policy)
         self._dim = graph.config.dim
 
     def embed(
-        self, texts: Sequence[Sequence[int]], pooling: Pooling, drive: Callable[[Callable[[], None]], object] = lambda step: step()
+        self, texts: Sequence[Sequence[int]], pooling: Pooling, drive: Callable[[Engine], object] = Engine.step
     ) -> NDArray[np.float32]:
         """f32 [texts, dim], every row of length 1, of token ids that the caller has checked. No bit depends on what is embedded together.
 
-        `drive` runs each step; what it raises ends the work. MemoryBudgetError when there is no room for a text.
+        `drive` runs a step of an engine; what it raises ends the work. MemoryBudgetError when there is no room for a text.
         """
         if pooling not in POOLINGS:
             raise ConfigError(f"pooling is {pooling!r}; expected {' or '.join(POOLINGS)}")
@@ -82,7 +80,7 @@ class Embedder:
                     first = 0 if pooling == "mean" else len(tokens) - 1
                     requests.append(self._engine.submit(tokens, logits_from=first, on_logits=pool.add))
                 while any(not request.done for request in requests):
-                    drive(self._engine.step)
+                    drive(self._engine)
             except BaseException:
                 self._engine.cancel()
                 self._engine.sweep()

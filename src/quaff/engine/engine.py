@@ -168,7 +168,8 @@ def make_scheduler(order: Order, graph: Graph, policy: Policy | None = None, pla
 class Engine:
     """Continuous batching over one model. `end_ids` end a completion, `context` bounds the positions of a sequence, `plan` the steps.
 
-    With `prefix`, what was computed for one request is found again by those that begin with the same tokens. What streamed weights cost
+    With `prefix`, what was computed for one request is found again by those that begin with the same tokens. `beside` is an engine on the
+    same threads and memory: one lock covers both, and no step here holds up its replies longer than its own may. What streamed weights cost
     counts as `prefill_stream` in steps that read a prompt, as `decode_stream` in all others.
     """
 
@@ -181,6 +182,7 @@ class Engine:
         end_ids: frozenset[int],
         plan: Plan | None = None,
         prefix: PrefixCache | None = None,
+        beside: Engine | None = None,
     ) -> None:
         self.runner = runner
         self.cache = cache
@@ -199,7 +201,8 @@ class Engine:
         self.drafted_tokens = 0
         self.accepted_tokens = 0
         self.preemptions = 0
-        self.lock = threading.RLock()
+        self.lock: threading.RLock = beside.lock if beside is not None else threading.RLock()
+        self._beside = beside
         self._requests: dict[int, Request] = {}
         self._waiting: deque[Request] = deque()
         self._followers: dict[int, list[Request]] = {}
@@ -412,7 +415,8 @@ class Engine:
         if self._drafts:
             self._guess()
         pace = self._pace
-        planned = self._scheduler.plan(pace.work if pace is not None else None)
+        awaited = self._beside is not None and bool(self._beside._scheduler.decoding())
+        planned = self._scheduler.plan(pace.work if pace is not None else None, awaited)
         if not planned:
             return
         raised: list[BaseException] = []

@@ -10,11 +10,12 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar, Unpack
 
 from quaff.engine.engine import Engine, Options, Request
 from quaff.engine.sampler import TokenLogprobs
-from quaff.errors import ConfigError, QuaffError, QueueFullError
+from quaff.errors import ClosedError, ConfigError, QueueFullError
 
 T = TypeVar("T")
 
@@ -84,7 +85,7 @@ class EngineLoop:
         self._clients: dict[int, _Client] = {}
         self._closing = False
         self._beat = time.monotonic()
-        self._moved_to = -1
+        self._pulse: tuple[int, ...] = ()
         self._request_seconds = 1.0
         self._thread = threading.Thread(target=self._run, name="quaff-loop", daemon=True)
 
@@ -95,7 +96,7 @@ class EngineLoop:
     def submit(self, tokens: Sequence[int], listen: Listen, **options: Unpack[Options]) -> Request:
         """Queue a request (see `Engine.submit`; a `base` must stay as it is until the request is admitted).
 
-        `listen` is called in the loop's thread between steps, in order, and must not wait. QueueFullError when too many wait, QuaffError
+        `listen` is called in the loop's thread between steps, in order, and must not wait. QueueFullError when too many wait, ClosedError
         when the loop is closing, ConfigError for parameters that do not fit the model.
         """
         request = self.engine.request(tokens, **options)
@@ -107,9 +108,9 @@ class EngineLoop:
         return request
 
     def check_room(self) -> None:
-        """QueueFullError or QuaffError where `submit` would raise it now: before work is done for a request that cannot come in."""
+        """QueueFullError or ClosedError where `submit` would raise it now: before work is done for a request that cannot come in."""
         if self._closing:
-            raise QuaffError("the server is shutting down; no more requests are taken")
+            raise ClosedError("the server is shutting down; no more requests are taken")
         if self.waiting >= self.max_waiting:
             raise QueueFullError(f"{self.waiting} requests are waiting, as many as the queue takes; try again later", self._retry_after())
 
@@ -118,14 +119,18 @@ class EngineLoop:
         self.engine.cancel(request)
 
     def call(self, function: Callable[[], T]) -> Future[T]:
-        """Run a function between two steps, in the loop's thread."""
+        """Run a function between two steps, in the loop's thread. ClosedError when the loop is closing."""
         future: Future[T] = Future()
         with self._wake:
             if self._closing:
-                raise QuaffError("the server is shutting down")
+                raise ClosedError("the server is shutting down")
             self._calls.append((function, future))
             self._wake.notify()
         return future
+
+    def drive(self, engine: Engine) -> Future[None]:
+        """Run a step of another engine between two steps of this one."""
+        return self.call(lambda: engine.step(partial(self._moved, engine)))
 
     def close(self, drain_seconds: float = 0.0) -> None:
         """Take no more requests, give those there are so long to end, cancel the rest, and end the thread."""
@@ -167,7 +172,7 @@ class EngineLoop:
                 self._answer_calls()
                 if self._clients:
                     try:
-                        self.engine.step(self._moved)
+                        self.engine.step(partial(self._moved, self.engine))
                         failures = 0
                     except Exception:
                         failures += 1
@@ -212,10 +217,11 @@ class EngineLoop:
             except Exception as error:
                 future.set_exception(error)
 
-    def _moved(self, work_done: int) -> None:
+    def _moved(self, engine: Engine, work_done: int) -> None:
         """Called several times a second while a long step runs; a step that stands still is not alive."""
-        if work_done != self._moved_to:
-            self._moved_to = work_done
+        pulse = engine.runner.pulse
+        if pulse != self._pulse:
+            self._pulse = pulse
             self._beat = time.monotonic()
 
     def _tell(self) -> None:
@@ -240,6 +246,7 @@ class EngineLoop:
     @staticmethod
     def _refuse(request: Request, error: Exception) -> None:
         request.error = error
+        request.finished_at = time.perf_counter()
         request.finish_reason = "error"
 
     def _give_up(self, error: Exception) -> None:

@@ -78,6 +78,12 @@ class Runner:
             raise ConfigError(str(error)) from None
         self.threads = threads
 
+    @property
+    def pulse(self) -> tuple[int, ...]:
+        """Another value whenever a step got on: a unit of work has ended, or something was read from a file. Any thread may ask."""
+        streamed = self.stream_counters()
+        return self.control.work_done, self._runtime.pulse, streamed.read_bytes if streamed is not None else 0
+
     def stream_counters(self) -> StreamCounters | None:
         """What streaming cost since the model was loaded, also while a step runs; None where all weights are in memory."""
         return self._weights.stream_counters()

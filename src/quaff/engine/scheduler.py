@@ -71,7 +71,7 @@ class Scheduler:
         self.prompt_work = 0
         """Work of the prompts' rows in the last plan."""
         self.mixed = False
-        """Whether someone decodes in the last plan."""
+        """Whether someone waits for the step of the last plan."""
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -113,19 +113,19 @@ class Scheduler:
     def idle(self) -> bool:
         return not any(e.pending for e in self._entries.values())
 
-    def plan(self, prompt_work: int | None = None) -> tuple[Work, ...]:
+    def plan(self, prompt_work: int | None = None, awaited: bool = False) -> tuple[Work, ...]:
         """Segments of the next step, at most one per request; empty when nothing is pending.
 
-        `prompt_work` bounds the work of prompts in a step that someone decodes in (None: only `mixed_rows` does).
+        `prompt_work` bounds the work of prompts in a step that someone decodes in (None: only `mixed_rows` does), or that is `awaited`.
         """
         decoding = self.decoding()
-        room = _Room(self.mixed_rows if decoding else self.prompt_rows, self.logits_rows)
+        self.mixed, self.prompt_work = awaited or bool(decoding), 0
+        room = _Room(self.mixed_rows if self.mixed else self.prompt_rows, self.logits_rows)
         out = self._decodes(decoding, room)
-        self.mixed, self.prompt_work = bool(decoding), 0
         while self._prompts and not self._is_prompt(self._prompts[0]):
             self._prompts.popleft()
         if self._prompts:
-            out += self._turns(room, prompt_work if decoding else None)
+            out += self._turns(room, prompt_work if self.mixed else None)
         return tuple(out)
 
     def _decodes(self, decoding: list[int], room: _Room) -> list[Work]:

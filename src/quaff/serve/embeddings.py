@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import base64
+import json
 import threading
-from collections.abc import Callable
 from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 from starlette.routing import Route
 
 from quaff.engine.embedder import Pooling
+from quaff.engine.engine import Engine
 from quaff.llm import LLM
 from quaff.serve.errors import ApiError, context_exceeded
 from quaff.serve.service import Service, service_of
@@ -56,10 +57,10 @@ class _Work:
     def cancel(self) -> None:
         self._cancelled.set()
 
-    def drive(self, step: Callable[[], None]) -> None:
+    def drive(self, engine: Engine) -> None:
         if self._cancelled.is_set():
             raise ClientDisconnect
-        self._loop.call(step).result()
+        self._loop.drive(engine).result()
 
 
 async def create_embeddings(request: Request) -> Response:
@@ -76,24 +77,23 @@ async def create_embeddings(request: Request) -> Response:
             return await service.blocking(llm.embed, texts, body.pooling, work.drive)
 
     vectors = await while_connected(request.receive, embed(), [work])
-    tokens = sum(map(len, texts))
-    return JSONResponse(
-        {
-            "object": "list",
-            "model": service.settings.name,
-            "data": [
-                {
-                    "object": "embedding",
-                    "index": i,
-                    "embedding": base64.b64encode(row.astype("<f4").tobytes()).decode()
-                    if body.encoding_format == "base64"
-                    else row.tolist(),
-                }
-                for i, row in enumerate(vectors)
-            ],
-            "usage": {"prompt_tokens": tokens, "total_tokens": tokens},
-        }
-    )
+    return await service.blocking(_answer, service.settings.name, vectors, body.encoding_format, sum(map(len, texts)))
+
+
+def _answer(model: str, vectors: NDArray[np.float32], form: Literal["float", "base64"], tokens: int) -> Response:
+    """The reply, made row by row: numbers become text slowly, and all of them at once would hold up everyone's streams."""
+    rows = [
+        json.dumps(
+            {
+                "object": "embedding",
+                "index": i,
+                "embedding": base64.b64encode(row.astype("<f4").tobytes()).decode() if form == "base64" else row.tolist(),
+            }
+        )
+        for i, row in enumerate(vectors)
+    ]
+    head = json.dumps({"object": "list", "model": model, "usage": {"prompt_tokens": tokens, "total_tokens": tokens}})
+    return Response(f'{head[:-1]}, "data": [{", ".join(rows)}]}}', media_type="application/json")
 
 
 def _encoded(llm: LLM, texts: list[str] | list[list[int]]) -> list[list[int]]:

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from pydantic import ValidationError
 
-from quaff.errors import ConfigError, MemoryBudgetError, PromptError, QuaffError, QueueFullError, UnsupportedError
+from quaff.errors import ClosedError, ConfigError, MemoryBudgetError, PromptError, QuaffError, QueueFullError, UnsupportedError
 
 Shape = Literal["openai", "anthropic"]
 
@@ -26,6 +26,8 @@ KINDS = {
 }
 """The "type" of an error by its status; any other is an "api_error"."""
 
+RETRY_SECONDS = {"Retry-After": "5"}
+"""When to come back to a server that is starting, or whose successor is."""
 REFUSED = (PromptError, ConfigError, UnsupportedError, MemoryBudgetError)
 """Errors of the engine that the request itself causes: 400. Every other QuaffError is the server's: 500."""
 
@@ -81,6 +83,8 @@ def as_api_error(error: BaseException) -> ApiError | None:
         return _invalid_body(error)
     if isinstance(error, QueueFullError):
         return ApiError(429, str(error), code="queue_full", headers={"Retry-After": str(error.retry_after_seconds)})
+    if isinstance(error, ClosedError):
+        return ApiError(503, str(error), headers=RETRY_SECONDS)
     if isinstance(error, REFUSED):
         return ApiError(400, str(error))
     if isinstance(error, QuaffError):

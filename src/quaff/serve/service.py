@@ -12,18 +12,15 @@ from starlette.requests import Request
 
 from quaff.engine.loop import EngineLoop
 from quaff.engine.reader import Reader
-from quaff.errors import QuaffError
 from quaff.llm import LLM
 from quaff.serve.dialogue import Dialogue
-from quaff.serve.errors import ApiError, context_exceeded
+from quaff.serve.errors import RETRY_SECONDS, ApiError, context_exceeded
 from quaff.serve.generation import Generation, Job
 from quaff.serve.metrics import Metrics
 from quaff.serve.settings import Settings
 
 P = ParamSpec("P")
 T = TypeVar("T")
-
-RETRY_SECONDS = {"Retry-After": "5"}
 
 
 class Service:
@@ -128,11 +125,9 @@ class Service:
             try:
                 await asyncio.to_thread(submit)
             except Exception as error:
-                # The loop takes no more.
-                refused = ApiError(503, str(error), headers=RETRY_SECONDS) if type(error) is QuaffError else error
                 for generation in generations:
-                    generation.fail(refused)
-                return refused
+                    generation.fail(error)
+                return error
             return None
 
         submitting = asyncio.ensure_future(submitted())

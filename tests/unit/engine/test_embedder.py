@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import threading
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,7 +11,11 @@ import pytest
 from tests.tiny import CASES, prompt
 
 import quaff
+from quaff import SamplingParams
 from quaff.engine.embedder import MAX_TOGETHER
+from quaff.engine.engine import Engine
+from quaff.engine.pace import Policy
+from quaff.engine.scheduler import LEAST_ROWS
 from quaff.errors import ConfigError, MemoryBudgetError, PromptError
 
 
@@ -62,18 +66,51 @@ def test_memory_is_given_back_also_when_the_work_is_ended(path: Path) -> None:
         llm.embed([text, text])
         before, steps = llm.accountant.total_bytes, 0
 
-        def drive(step: Callable[[], None]) -> None:
+        def drive(engine: Engine) -> None:
             nonlocal steps
             steps += 1
             if steps == 2:
                 raise Enough
-            step()
+            engine.step()
 
         with pytest.raises(Enough):
             llm.embed([text, text], drive=drive)
         assert llm.accountant.total_bytes == before
         llm.embed([text, text])
         assert llm.accountant.total_bytes == before
+
+
+def test_an_answer_beside_waits_for_a_few_rows_and_not_for_a_chunk(path: Path) -> None:
+    with quaff.load(path, threads=1, chunk=256) as llm:
+        llm.engine.set_policy(Policy(max_stall_ms=200))
+        text, rows = prompt(llm.config.vocab, 2000), list[int]()
+
+        def drive(engine: Engine) -> None:
+            before = engine.counters.kv_bytes_written
+            engine.step()
+            rows.append((engine.counters.kv_bytes_written - before) // row_bytes)
+
+        row_bytes = llm.prefill(text).counters.kv_bytes_written // len(text)
+        alone = llm.embed([text], drive=drive)
+        assert rows[0] == 256
+        rows.clear()
+        llm._embedder = None  # one that has measured nothing yet
+        answer = llm.engine.submit(text[:9], params=SamplingParams(max_tokens=9, ignore_eos=True))
+        llm.engine.step()
+        assert llm.embed([text], drive=drive).tobytes() == alone.tobytes()
+        assert 0 < rows[0] <= LEAST_ROWS and sum(rows) == len(text)
+        llm.engine.run([answer])
+
+
+def test_one_lock_covers_all_that_share_the_memory(path: Path) -> None:
+    with quaff.load(path, threads=1, chunk=64) as llm:
+        for _ in range(2):  # the second time there is an embedder
+            other = threading.Thread(target=llm.embed, args=(["a cat"],))
+            with llm.engine.lock:
+                other.start()
+                other.join(0.2)
+                assert other.is_alive()
+            other.join()
 
 
 def test_a_text_that_does_not_fit_is_refused(path: Path) -> None:

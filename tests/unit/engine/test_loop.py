@@ -14,10 +14,10 @@ import quaff.engine.loop as loop_module
 import quaff.engine.runner as runner_module
 from quaff import LLM, SamplingParams
 from quaff.batch import Batch, Logits
-from quaff.engine.engine import Request
+from quaff.engine.engine import Engine, Request
 from quaff.engine.loop import EngineLoop, Update
 from quaff.engine.pace import Policy
-from quaff.errors import ConfigError, QuaffError, QueueFullError
+from quaff.errors import ClosedError, ConfigError, QuaffError, QueueFullError
 from quaff.schedule import Order
 
 PARAMS = SamplingParams(max_tokens=12, temperature=0.9, seed=3, ignore_eos=True)
@@ -169,6 +169,7 @@ def test_a_request_that_cannot_start_is_told_so(loop: EngineLoop) -> None:
     ear = Ear()
     request = loop.submit([3], ear, params=PARAMS, base=999)
     assert ear.all()[-1].done and request.finish_reason == "error" and isinstance(request.error, KeyError)
+    assert request.finished_at > request.submitted_at
 
 
 def test_a_listener_that_fails_ends_its_own_request_only(loop: EngineLoop) -> None:
@@ -188,6 +189,20 @@ def test_calls_run_between_steps_in_the_loops_thread(loop: EngineLoop) -> None:
     assert loop.call(lambda: threading.current_thread().name).result(SECONDS) == "quaff-loop"
     with pytest.raises(KeyError):
         loop.call(lambda: {}["x"]).result(SECONDS)
+
+
+def test_a_step_of_another_engine_is_a_sign_of_life(llm: LLM, loop: EngineLoop, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runner_module, "LONG_STEP_MACS", 0)
+    monkeypatch.setattr(runner_module, "POLL_SECONDS", 0.0)
+    moved, seen = loop._moved, set[Engine]()
+
+    def watch(engine: Engine, done: int) -> None:
+        moved(engine, done)
+        seen.add(engine)
+
+    monkeypatch.setattr(loop, "_moved", watch)
+    llm.embed([prompt(300, 3000)], drive=lambda engine: loop.drive(engine).result(SECONDS))
+    assert llm._embedder is not None and seen == {llm._embedder._engine}
 
 
 def cancel_in_step(llm: LLM, loop: EngineLoop, step: int, request: Request, monkeypatch: pytest.MonkeyPatch) -> list[int]:
@@ -245,9 +260,9 @@ def test_close_cancels_what_is_left(llm: LLM) -> None:
     ear.hear()
     loop.close()
     assert ear.all()[-1].done and request.finish_reason == "cancelled"
-    with pytest.raises(QuaffError, match="shutting down"):
+    with pytest.raises(ClosedError, match="shutting down"):
         loop.submit([3], ear)
-    with pytest.raises(QuaffError, match="shutting down"):
+    with pytest.raises(ClosedError, match="shutting down"):
         loop.call(lambda: None)
     loop.close()
 
@@ -287,8 +302,8 @@ def test_a_long_step_that_moves_is_not_silent(llm: LLM, loop: EngineLoop, monkey
     beats: list[float] = []
     moved = loop._moved
 
-    def watch(done: int) -> None:
-        moved(done)
+    def watch(engine: Engine, done: int) -> None:
+        moved(engine, done)
         beats.append(loop._beat)
 
     monkeypatch.setattr(loop, "_moved", watch)

@@ -43,5 +43,5 @@ def test_tools_that_are_refused(given: Any, options: dict[str, Any], message: st
 
 def test_arguments() -> None:
     assert arguments_object('{"a": 1}') == {"a": 1} and arguments_object(" ") == {}
-    assert arguments_object('{"a": NaN}') is None and arguments_object('{"a": 1e999}') is None and arguments_object('{"a": "\\udc00"}') is None
-    assert arguments_object("[1]") is None and arguments_object("{") is None and arguments_object("[" * 100_000) is None
+    for text in ("[1]", "{", "[" * 100_000, '{"a": NaN}', '{"a": 1e999}', '{"a": "\\udc00"}'):
+        assert arguments_object(text) is None
