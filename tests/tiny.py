@@ -406,7 +406,7 @@ class TinyKimi(TinyLatent):
     layers: int = 4
     attends: tuple[int, ...] = (1, 3)
     taps: int = 4
-    delta_dim: int = 32
+    delta_dim: int = 96  # a block of 64 columns and a rest
 
     def tensors(self) -> dict[str, tuple[tuple[int, ...], str]]:
         out = {}

@@ -105,7 +105,7 @@ def run(llm: LLM, crowd: list[Ask], arrivals: list[int]) -> list[tuple[object, .
 def test_company_never_shows(llm: LLM, alone: list[tuple[object, ...]], policy: Policy) -> None:
     crowd, rng = asks(llm.config.vocab), np.random.default_rng(POLICIES.index(policy))
     llm.engine.set_policy(policy)
-    drafted, accepted = llm.engine.drafted_tokens, llm.engine.accepted_tokens
+    drafted, accepted, steps = llm.engine.drafted_tokens, llm.engine.accepted_tokens, llm.engine.steps
     try:
         order = rng.permutation(len(crowd)).tolist()
         arrivals = rng.integers(0, 12, len(crowd)).tolist()
@@ -114,6 +114,7 @@ def test_company_never_shows(llm: LLM, alone: list[tuple[object, ...]], policy: 
         llm.engine.set_policy(Policy())
     for i, bits in zip(order, got, strict=True):
         assert bits == alone[i], f"request {i} beside others, {policy}"
+    assert llm.engine.steps - steps < sum(ask.params.max_tokens for ask in crowd), "no step decoded for several"
     fired = policy.draft_tokens > 0 and not llm.graph.state_kinds
     assert (llm.engine.drafted_tokens > drafted) == fired
     assert (llm.engine.accepted_tokens > accepted) == fired

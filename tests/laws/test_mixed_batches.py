@@ -12,8 +12,13 @@ from quaff.schedule import Order
 ORDERS = [Order("token"), Order("chunk", 5), Order("chunk", 64), Order("chunk", 1000), Order("layer", 17)]
 
 
-def run_mixed(model: Tinyrun, prompts: list[list[int]], rng: np.random.Generator, order: Order) -> list[Trace]:
-    """Sequences arrive at random times; each step takes random rows of a random part of them, in random order."""
+def run_mixed(
+    model: Tinyrun, prompts: list[list[int]], rng: np.random.Generator, order: Order, batches: list[tuple[int, ...]] | None = None
+) -> list[Trace]:
+    """Sequences arrive at random times; each step takes random rows of a random part of them, in random order.
+
+    `batches` gets the rows of every sequence in each step.
+    """
     traces = [Trace() for _ in prompts]
     sequences = [model.cache.create() for _ in prompts]
     done = [0] * len(prompts)
@@ -28,6 +33,8 @@ def run_mixed(model: Tinyrun, prompts: list[list[int]], rng: np.random.Generator
         if chosen:
             pairs = [(sequences[i], prompts[i][done[i] : done[i] + rows[i]]) for i in chosen]
             model.step(pairs, order, [traces[i] for i in chosen])
+            if batches is not None:
+                batches.append(tuple(rows.values()))
         for i in chosen:
             done[i] += rows[i]
         step += 1
@@ -43,9 +50,11 @@ def test_company_never_shows(model: Tinyrun, order: Order, threads: int) -> None
     prompts = [prompt(model.vocab, int(n), seed=i) for i, n in enumerate(rng.choice([1, 2, 30, 63, 64, 65, 130, 200], 5))]
     model.use(threads=threads)
     alone = [model.read(p) for p in prompts]
+    batches: list[tuple[int, ...]] = []
     for round_ in range(2):
-        for i, trace in enumerate(run_mixed(model, prompts, rng, order)):
+        for i, trace in enumerate(run_mixed(model, prompts, rng, order, batches)):
             assert not trace.difference(alone[i]), f"sequence {i}, round {round_}, {order}"
+    assert any(min(rows) == 1 and max(rows) > 8 for rows in batches), "no decode shared a step with a prompt"
 
 
 @settings(max_examples=25, deadline=None)

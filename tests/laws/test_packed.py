@@ -34,11 +34,11 @@ def test_a_packed_file_gives_the_same_bits(name: str, tmp_path: Path) -> None:
     mapped = Tinyrun(None, packed(tmp_path / "m.gguf"))
     assert dict(mapped.weights.nbytes) == {name: plain.weights.nbytes[name] for name in mapped.weights.nbytes}
     assert mapped.weights.loaded_bytes == plain.weights.loaded_bytes
+    assert isinstance(mapped.weights, ResidentWeights) and mapped.weights._mapped
     tokens = prompt(plain.vocab, 70, seed=3)
     expected = plain.read(tokens)
     for order in ORDERS:
         assert not mapped.read(tokens, order).difference(expected), str(order)
-        assert isinstance(mapped.weights, ResidentWeights)
         mapped.weights.settle()
 
 

@@ -1,6 +1,7 @@
 """Law, through the public API: a conversation goes on after a restart where it was, from the disk, with the bits of a cold run."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ from tests.laws.paths import prompt
 from tests.tiny import CASES, Tiny
 
 import quaff
+import quaff.llm as llm_module
 from quaff import LLM, SamplingParams
 from quaff.checkpoint import open_checkpoint
 from quaff.config import Workload
@@ -31,10 +33,14 @@ def load(path: Path, **options: Any) -> LLM:
     return quaff.load(path, threads=1, chunk=64, **options)
 
 
+def stored(path: Path) -> LLM:
+    return load(path, prefix_cache_bytes=1 << 28, store=path.parent / "store")
+
+
 def restarts(path: Path) -> Iterator[LLM]:
     """The same model, again and again with an empty memory and what the disk has."""
     while True:
-        with load(path, prefix_cache_bytes=1 << 28, store=path.parent / "store") as llm:
+        with stored(path) as llm:
             yield llm
 
 
@@ -96,6 +102,21 @@ def test_scores_do_not_depend_on_what_is_on_the_disk(path: Path) -> None:
         assert llm.generate(tokens, SamplingParams(max_tokens=1, prompt_logprobs=0)).cached_tokens == 0
 
 
+@pytest.mark.parametrize("name", ["llama-gqa", "gemma3", "qwen35"])
+def test_what_other_weights_left_fails_the_comparison(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Negative control: under one key for all models, the state of another one is believed."""
+    monkeypatch.setattr(llm_module, "bits_key", lambda *parts: bytes(32))
+    tokens = prompt(300, 2 * NEW, seed=6)
+    with stored(CASES[name].write(tmp_path / "model.gguf")) as llm:
+        llm.generate(tokens, PARAMS)
+    other = replace(CASES[name], seed=99).write(tmp_path / "other.gguf")
+    with load(other) as cold, stored(other) as llm:
+        stale, expected = llm.prefill(tokens), cold.prefill(tokens)
+        assert stale.cached_tokens == len(tokens) - 1
+        assert stale.logits is not None and expected.logits is not None
+        assert stale.logits.tobytes() != expected.logits.tobytes()
+
+
 @pytest.mark.parametrize("packed", [False, True], ids=["gguf", "packed"])
 def test_a_streamed_model_goes_on_where_one_in_memory_was(packed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Weights in memory or streamed, from a GGUF file or its packed form: one bits key, one store, the same bits."""
@@ -104,7 +125,7 @@ def test_a_streamed_model_goes_on_where_one_in_memory_was(packed: bool, tmp_path
     monkeypatch.setattr(streamed, "READ_BUFFER_BYTES", 256 << 10)
     path = Tiny(dim=512, ffn_dim=2048, layers=4, heads=8, kv_heads=2, head_dim=64, vocab=2048, tied=False).write(tmp_path / "model.gguf")
     tokens = prompt(2048, 120, seed=7)
-    for _, llm in zip(range(1), restarts(path), strict=False):
+    with stored(path) as llm:
         expected = llm.prefill(tokens)
         assert expected.logits is not None
         bits, state = expected.logits.tobytes(), expected.kv_sha256
