@@ -57,7 +57,7 @@ MappedFile::MappedFile(int fd, int64_t bytes) : bytes_(bytes) {
         return;
     running_ = true;
     try {
-        thread_ = std::thread([this] { move(); });
+        mover_.start([this] { move(); });
     } catch (const std::system_error&) { // without it everything works, slower
         running_ = false;
     }
@@ -65,13 +65,14 @@ MappedFile::MappedFile(int fd, int64_t bytes) : bytes_(bytes) {
 
 MappedFile::~MappedFile() {
     stop_ = true;
-    if (thread_.joinable())
-        thread_.join();
+    mover_.join();
     munmap(region_, static_cast<size_t>(region_bytes_));
     close(fd_);
 }
 
 void MappedFile::wait() {
+    if (!mover_.here())
+        return;
     std::unique_lock lock(mutex_);
     ended_.wait(lock, [&] { return !running_; });
 }

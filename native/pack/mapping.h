@@ -1,11 +1,12 @@
 // A packed file in memory: mapped, so that it is there at once, and moved into huge pages by a thread while it is used already. With pages of
 // 4 KiB, which is all that files get, decoding takes a fifth longer: it is bound by address translation.
 #pragma once
+#include "crew.h"
+
 #include <atomic>
 #include <condition_variable>
 #include <cstdint>
 #include <mutex>
-#include <thread>
 
 namespace quaff {
 
@@ -34,7 +35,7 @@ private:
     std::mutex mutex_;
     std::condition_variable ended_;
     bool running_ = false;
-    std::thread thread_;
+    Crew mover_;
 };
 
 } // namespace quaff

@@ -19,7 +19,7 @@ constexpr auto kPoll = std::chrono::milliseconds(20);
 Loader::Loader(int threads, size_t buffer_bytes) : buffer_bytes_(buffer_bytes) {
     try {
         for (int i = 0; i < threads; ++i)
-            threads_.emplace_back([this] { loop(); });
+            threads_.start([this] { loop(); });
     } catch (const std::system_error&) {
         stop();
         throw std::runtime_error("the system refuses the threads that read weights");
@@ -29,14 +29,14 @@ Loader::Loader(int threads, size_t buffer_bytes) : buffer_bytes_(buffer_bytes) {
 Loader::~Loader() { stop(); }
 
 void Loader::stop() {
+    if (!here())
+        return;
     {
         const std::lock_guard lock(mutex_);
         stop_ = true;
     }
     work_.notify_all();
-    for (std::thread& t : threads_)
-        t.join();
-    threads_.clear();
+    threads_.join();
     done_.notify_all();
 }
 

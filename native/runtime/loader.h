@@ -1,5 +1,7 @@
 // Threads that read while others compute: loads are queued, their tasks are claimed in order, who needs a load waits for it.
 #pragma once
+#include "crew.h"
+
 #include <atomic>
 #include <condition_variable>
 #include <deque>
@@ -7,8 +9,6 @@
 #include <memory>
 #include <mutex>
 #include <string>
-#include <thread>
-#include <vector>
 
 namespace quaff {
 
@@ -39,8 +39,9 @@ public:
     bool failed(const Load& load);
     // Returns once all tasks are done: the bytes read, to the first who asks. Throws SourceError with what failed, Cancelled (the load goes on).
     int64_t wait(Load& load, const std::atomic<bool>& cancelled);
-    void abandon(Load& load); // starts none of its tasks any more and waits for those that run
-    void stop();              // ends the threads; loads that are left never finish
+    void abandon(Load& load);                     // starts none of its tasks any more and waits for those that run
+    void stop();                                  // ends the threads; loads that are left never finish
+    bool here() const { return threads_.here(); } // else only to be leaked: what counts who waits in it counts threads that are not there
 
 private:
     void loop();
@@ -51,7 +52,7 @@ private:
     std::condition_variable work_, done_;
     std::deque<std::shared_ptr<Load>> urgent_, queue_;
     bool stop_ = false;
-    std::vector<std::thread> threads_;
+    Crew threads_;
 };
 
 } // namespace quaff

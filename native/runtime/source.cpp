@@ -8,13 +8,17 @@
 namespace quaff {
 
 WeightSource::WeightSource(std::vector<std::shared_ptr<WeightFile>> files, int readers, int64_t buffer_bytes)
-    : files_(std::move(files)), loader_(readers, static_cast<size_t>(buffer_bytes)) {
+    : files_(std::move(files)), loader_(std::make_unique<Loader>(readers, static_cast<size_t>(buffer_bytes))) {
     memory_bytes_ = int64_t{readers} * buffer_bytes;
 }
 
-WeightSource::~WeightSource() { stop(); }
+WeightSource::~WeightSource() {
+    stop();
+    if (!loader_->here())
+        (void)loader_.release();
+}
 
-void WeightSource::stop() { loader_.stop(); }
+void WeightSource::stop() { loader_->stop(); }
 
 StreamCounters WeightSource::counters() const {
     const std::lock_guard lock(counters_mutex_);
@@ -26,6 +30,9 @@ StreamCounters WeightSource::counters() const {
 }
 
 void WeightSource::begin(std::span<const int32_t> cell_stages, const std::atomic<bool>& cancelled) {
+    if (!loader_->here())
+        throw SourceError(
+            "weights are streamed by threads of the process that loaded the model, and this one was forked from it; load the model here");
     cancelled_ = &cancelled;
     for (const auto& file : files_)
         file->check();
@@ -76,17 +83,17 @@ void WeightSource::fill() {
     for (const int32_t id : order) {
         Unit& unit = units_[static_cast<size_t>(id)];
         if (unit.kept) {
-            if (!unit.load || loader_.failed(*unit.load))
+            if (!unit.load || loader_->failed(*unit.load))
                 unit.load = load(unit, unit.home, false);
             continue;
         }
         auto slot = std::find_if(slots_.begin(), slots_.end(), [&](const Slot& s) { return s.unit == id; });
-        if (slot != slots_.end() && !loader_.failed(*slot->load))
+        if (slot != slots_.end() && !loader_->failed(*slot->load))
             continue;
         if (slot == slots_.end())
             slot = std::find_if(slots_.begin(), slots_.end(), [&](const Slot& s) { return s.unit < 0 || !is_wanted(s.unit); });
         if (slot->load)
-            loader_.abandon(*slot->load); // what a step that was ended would have needed
+            loader_->abandon(*slot->load); // what a step that was ended would have needed
         slot->unit = id;
         slot->load = load(unit, slot->memory, false);
     }
@@ -110,11 +117,11 @@ uint8_t* WeightSource::acquire(int32_t id) {
 }
 
 void WeightSource::wait(Load& load, bool prefetched) {
-    const bool ready = loader_.done(load);
+    const bool ready = loader_->done(load);
     const double since = now_seconds();
     int64_t bytes = 0;
     try {
-        bytes = loader_.wait(load, *cancelled_);
+        bytes = loader_->wait(load, *cancelled_);
     } catch (...) {
         waited_ += now_seconds() - since;
         throw;
@@ -254,7 +261,7 @@ const std::vector<int32_t>* WeightSource::next_experts(const Op& op) {
 void WeightSource::leave_experts() {
     for (Group& group : groups_) {
         if (group.load)
-            loader_.abandon(*group.load);
+            loader_->abandon(*group.load);
         if (!group.home)
             forget(group.unit);
     }

@@ -190,7 +190,7 @@ private:
     StreamCounters counters_;
     BusyClock clock_;
     std::atomic<int64_t> pack_ns_{0}, read_bytes_{0};
-    Loader loader_; // last: its threads end before what they use
+    std::unique_ptr<Loader> loader_; // last: its threads end before what they use
 };
 
 } // namespace quaff

@@ -102,7 +102,7 @@ void WeightSource::lay_out(Unit& unit, std::vector<Part> parts, int64_t near) co
 
 void WeightSource::cut(Unit& unit, const Part& part) const {
     const Tensor& t = *part.tensor;
-    const int64_t room = static_cast<int64_t>(loader_.buffer_bytes()) - 2 * kSector;
+    const int64_t room = static_cast<int64_t>(loader_->buffer_bytes()) - 2 * kSector;
     const int64_t rows = std::max<int64_t>(1, room / t.place.row_stride / 16) * 16;
     for (int64_t r = 0; r < part.rows; r += rows) {
         const int64_t n = std::min(rows, part.rows - r), bytes = (n - 1) * t.place.row_stride + t.row_bytes;
@@ -136,7 +136,7 @@ void WeightSource::bind(const std::vector<Stage>& stages, const StreamPlan& plan
     allocate();
     for (const auto& t : tensors_)
         if (const int64_t span = t->place.packed ? t->panel_bytes : t->row_bytes;
-            span + 2 * kSector > static_cast<int64_t>(loader_.buffer_bytes()))
+            span + 2 * kSector > static_cast<int64_t>(loader_->buffer_bytes()))
             refuse("a row of '" + t->name + "' does not fit into a reader's buffer");
 }
 

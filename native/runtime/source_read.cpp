@@ -16,7 +16,7 @@ constexpr int64_t kRowsSpan = 64 << 10;
 
 std::shared_ptr<Load> WeightSource::load(const Unit& unit, uint8_t* memory, bool urgent) {
     const auto task = [this, &unit, memory](size_t i, uint8_t* buffer) { return fetch(unit.pieces[i], memory, buffer); };
-    return loader_.start(unit.pieces.size(), task, urgent);
+    return loader_->start(unit.pieces.size(), task, urgent);
 }
 
 int64_t WeightSource::read(const Tensor& t, int64_t offset, int64_t bytes, uint8_t* to) {
@@ -61,7 +61,7 @@ void WeightSource::read_rows(const ModelWeight& table, const std::vector<std::pa
     const Tensor& t = tensor(table);
     const int64_t group = t.place.packed ? 16 : 1, bytes = t.place.packed ? t.panel_bytes : t.row_bytes,
                   stride = t.place.packed ? t.panel_bytes : t.place.row_stride;
-    const int64_t room = std::min<int64_t>(kRowsSpan, static_cast<int64_t>(loader_.buffer_bytes()) - 2 * kSector);
+    const int64_t room = std::min<int64_t>(kRowsSpan, static_cast<int64_t>(loader_->buffer_bytes()) - 2 * kSector);
     // Tasks: ranges of the list whose bytes lie near to each other.
     std::vector<size_t> bounds{0};
     for (size_t i = 1; i < rows.size(); ++i) {
@@ -71,11 +71,11 @@ void WeightSource::read_rows(const ModelWeight& table, const std::vector<std::pa
     }
     bounds.push_back(rows.size());
     const auto task = [&](size_t i, uint8_t* buffer) { return fetch_rows(t, rows, bounds[i], bounds[i + 1], buffer); };
-    const auto load = loader_.start(bounds.size() - 1, task, true);
+    const auto load = loader_->start(bounds.size() - 1, task, true);
     try {
         wait(*load, false);
     } catch (...) {
-        loader_.abandon(*load); // it writes to the caller's rows
+        loader_->abandon(*load); // it writes to the caller's rows
         throw;
     }
 }

@@ -41,10 +41,9 @@ template <typename Ready> bool spin(Ready&& ready) {
 
 ThreadPool::ThreadPool(int threads)
     : threads_(threads > 1 ? threads : 1), stretches_(std::make_unique<Stretch[]>(static_cast<size_t>(threads_))) {
-    workers_.reserve(threads > 1 ? static_cast<size_t>(threads - 1) : 0);
     try {
         for (int i = 1; i < threads; ++i)
-            workers_.emplace_back([this, i] { loop(i); });
+            workers_.start([this, i] { loop(i); });
     } catch (const std::system_error&) {
         const size_t started = workers_.size();
         end();
@@ -59,8 +58,7 @@ void ThreadPool::end() {
     stop_.store(true);
     epoch_.fetch_add(1);
     epoch_.notify_all();
-    for (std::thread& t : workers_)
-        t.join();
+    workers_.join();
 }
 
 namespace {

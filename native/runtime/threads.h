@@ -2,10 +2,11 @@
 // Units are dealt out in one stretch for each worker; who has finished his own takes from the others. So a worker mostly meets the rows it
 // wrote itself in its own cache, which matters where cores do not share one.
 #pragma once
+#include "crew.h"
+
 #include <atomic>
 #include <cstdint>
 #include <memory>
-#include <thread>
 #include <type_traits>
 #include <vector>
 
@@ -34,7 +35,7 @@ public:
     // The same with worker w's own stretch [bounds[w], bounds[w + 1]); size() + 1 bounds, ascending from 0.
     template <typename F> void run(const std::vector<int64_t>& bounds, F&& f) {
         const int64_t units = bounds.back();
-        if (units <= 1 || workers_.empty()) {
+        if (units <= 1 || threads_ == 1) {
             for (int64_t u = 0; u < units; ++u) {
                 f(u, 0);
                 if (units > 1)
@@ -68,7 +69,7 @@ private:
     std::atomic<bool> stop_{false};
     Call call_ = nullptr;
     void* context_ = nullptr;
-    std::vector<std::thread> workers_;
+    Crew workers_;
 };
 
 // NUMERICS 3: round to nearest, no flush to zero, all exceptions masked, for the life of the object.
