@@ -181,19 +181,10 @@ void StepRun::multiply_experts(const Stage& stage, const Op& op, const std::vect
     for (const int32_t number : experts) {
         const auto e = static_cast<size_t>(number);
         const int64_t first = expert_begin_[e], rows = expert_begin_[e + 1] - first;
-        if (op.inputs[0] != kNone)
-            x.push_back(rows_from(quant(op.inputs[0]), first));
+        x.push_back(op.inputs[0] != kNone ? rows_from(quant(op.inputs[0]), first) : QuantRows{});
         for (size_t j = 0; j < n; ++j) {
             const PackedWeight& m = weight(stage, op.weights[j]).experts[e];
-            LinearArgs a{};
-            a.w = &m.w;
-            a.rows = rows;
-            if (op.inputs[0] != kNone && m.w.scales != Scales::kNone) {
-                a.x = &x.back();
-            } else {
-                a.xf = buffer_row(op.inputs[1], first);
-                a.xf_stride = program_->buffer(op.inputs[1]).width;
-            }
+            LinearArgs a = linear_args(m.w, op, first, rows, &x.back());
             if (const int32_t bias = op.weights[n + j]; bias != kNone)
                 a.bias = weight(stage, bias).vector.data() + static_cast<int64_t>(e) * m.w.rows;
             a.out = buffer_row(op.outputs[j], first);
@@ -208,8 +199,7 @@ void StepRun::multiply_experts(const Stage& stage, const Op& op, const std::vect
     }
     rt_.pool_.run(static_cast<int64_t>(units.size()), [&](int64_t u, int worker) {
         const Unit& unit = units[static_cast<size_t>(u)];
-        const LinearArgs& a = args[unit.args];
-        (a.x ? k_.linear_int : k_.linear_float)(&a, unit.begin, unit.end, worker_scratch(worker));
+        compute(args[unit.args], unit.begin, unit.end, worker);
     });
 }
 

@@ -27,31 +27,16 @@ int64_t StepRun::panels_per_claim(const Weight& w, bool owned) const {
     return std::clamp<int64_t>(owned ? panels : panels / (8 * threads), kLeastPanels, k_.panels_per_unit);
 }
 
-// Weight j of the op for rows [row, end) of the cell; x is their quantised input.
-LinearArgs StepRun::linear_args(const Stage& stage, const Op& op, size_t j, int64_t row, int64_t end, const QuantRows* x) const {
+// Weight `w` for `rows` rows of the op's input from row, or slot, `first` on; x are the same rows quantised. Where to is up to the caller.
+LinearArgs StepRun::linear_args(const Weight& w, const Op& op, int64_t first, int64_t rows, const QuantRows* x) const {
     LinearArgs a{};
-    a.w = &weight(stage, op.weights[j]).matrix.w;
-    a.rows = end - row;
-    a.accumulate = op.ints[1] != 0;
-    if (const int32_t bias = op.weights[op.weights.size() / 2 + j]; bias != kNone)
-        a.bias = weight(stage, bias).vector.data();
-    if (op.inputs[0] != kNone && a.w->scales != Scales::kNone) {
+    a.w = &w;
+    a.rows = rows;
+    if (op.inputs[0] != kNone && w.scales != Scales::kNone) {
         a.x = x;
     } else {
         a.xf_stride = program_->buffer(op.inputs[1]).width;
-        a.xf = buffer_row(op.inputs[1], row);
-    }
-    if (const int32_t out = op.outputs[j]; out == kResidual) {
-        a.out = residual_;
-        a.out_stride = model_.dim;
-        a.row_map = cell_rows_.data() + row;
-    } else if (out == kLogits) {
-        a.out = in_.logits;
-        a.out_stride = model_.outputs;
-        a.row_map = logits_map_.data() + row;
-    } else {
-        a.out = buffer_row(out, row);
-        a.out_stride = program_->buffer(out).width;
+        a.xf = buffer_row(op.inputs[1], first);
     }
     return a;
 }
@@ -71,8 +56,25 @@ void StepRun::linear(const Stage& stage, const Op& op, bool tail) {
     for (size_t b = 0; b < x.size(); ++b) {
         if (op.inputs[0] != kNone)
             x[b] = rows_from(quant(op.inputs[0]), bounds[b]);
-        for (size_t j = 0; j < n; ++j)
-            args.push_back(linear_args(stage, op, j, bounds[b], bounds[b + 1], &x[b]));
+        for (size_t j = 0; j < n; ++j) {
+            LinearArgs a = linear_args(weight(stage, op.weights[j]).matrix.w, op, bounds[b], bounds[b + 1] - bounds[b], &x[b]);
+            a.accumulate = op.ints[1] != 0;
+            if (const int32_t bias = op.weights[n + j]; bias != kNone)
+                a.bias = weight(stage, bias).vector.data();
+            if (const int32_t out = op.outputs[j]; out == kResidual) {
+                a.out = residual_;
+                a.out_stride = model_.dim;
+                a.row_map = cell_rows_.data() + bounds[b];
+            } else if (out == kLogits) {
+                a.out = in_.logits;
+                a.out_stride = model_.outputs;
+                a.row_map = logits_map_.data() + bounds[b];
+            } else {
+                a.out = buffer_row(out, bounds[b]);
+                a.out_stride = program_->buffer(out).width;
+            }
+            args.push_back(a);
+        }
     }
     for (size_t j = 0; j < n; ++j) {
         const PackedWeight& m = weight(stage, op.weights[j]).matrix;
@@ -110,7 +112,7 @@ void StepRun::multiply(const std::vector<LinearArgs>& args, size_t n) {
         while (u >= first[j + 1])
             ++j;
         const int64_t begin = (u - first[j]) * claim[j], end = std::min(begin + claim[j], panel_count(*of_block[j].w));
-        (of_block[j].x ? k_.linear_int : k_.linear_float)(&of_block[j], begin, end, worker_scratch(worker));
+        compute(of_block[j], begin, end, worker);
     };
     // With a block for each worker the even stretches of the pool are the blocks.
     rt_.pool_.run(first[n] * static_cast<int64_t>(blocks), one);
@@ -120,33 +122,28 @@ void StepRun::multiply(const std::vector<LinearArgs>& args, size_t n) {
 void StepRun::head_linear(const Stage& stage, const Op& op, bool tail) {
     const ModelWeight& stack = weight(stage, op.weights[0]);
     const float* bias = op.weights[1] == kNone ? nullptr : weight(stage, op.weights[1]).vector.data();
-    const int64_t heads = op.ints[2], rows = stack.shape().rows, cols = stack.shape().cols, panels = panel_count(stack.shape());
+    const int64_t heads = op.ints[2], rows = stack.shape().rows, cols = stack.shape().cols;
     auto& c = result_.counters;
     (tail ? c.head_bytes_touched : c.weight_bytes_touched) += heads * stack.experts.front().bytes;
     (tail ? c.head_macs : c.macs) += cell_size() * heads * rows * cols;
     const std::vector<int64_t> bounds = row_blocks();
-    const auto blocks = static_cast<int64_t>(bounds.size()) - 1;
-    rt_.owned_ += blocks > 1;
-    const int64_t claim = std::min(panels, panels_per_claim(stack.shape(), blocks > 1)), claims = (panels + claim - 1) / claim;
-    rt_.pool_.run(blocks * heads * claims, [&](int64_t u, int worker) {
-        const int64_t head = u / claims % heads, first = u % claims * claim;
-        const auto block = static_cast<size_t>(u / (heads * claims));
-        LinearArgs a{};
-        a.w = &stack.experts[static_cast<size_t>(head)].w;
-        a.rows = bounds[block + 1] - bounds[block];
-        a.bias = bias ? bias + head * rows : nullptr;
-        a.out = buffer_row(op.outputs[0], bounds[block]) + head * rows;
-        a.out_stride = heads * rows;
-        QuantRows x{};
-        if (op.inputs[0] != kNone && a.w->scales != Scales::kNone) {
-            x = columns_from(rows_from(quant(op.inputs[0]), bounds[block]), head * cols);
-            a.x = &x;
-        } else {
-            a.xf = buffer_row(op.inputs[1], bounds[block]) + head * cols;
-            a.xf_stride = heads * cols;
+    rt_.owned_ += bounds.size() > 2;
+    std::vector<QuantRows> x((bounds.size() - 1) * static_cast<size_t>(heads));
+    std::vector<LinearArgs> args; // [block][head]
+    for (size_t b = 0; b + 1 < bounds.size(); ++b)
+        for (int64_t head = 0; head < heads; ++head) {
+            QuantRows& part = x[args.size()];
+            LinearArgs a = linear_args(stack.experts[static_cast<size_t>(head)].w, op, bounds[b], bounds[b + 1] - bounds[b], &part);
+            if (a.x)
+                part = columns_from(rows_from(quant(op.inputs[0]), bounds[b]), head * cols);
+            else
+                a.xf += head * cols;
+            a.bias = bias ? bias + head * rows : nullptr;
+            a.out = buffer_row(op.outputs[0], bounds[b]) + head * rows;
+            a.out_stride = heads * rows;
+            args.push_back(a);
         }
-        (a.x ? k_.linear_int : k_.linear_float)(&a, first, std::min(first + claim, panels), worker_scratch(worker));
-    });
+    multiply(args, static_cast<size_t>(heads));
 }
 
 } // namespace quaff

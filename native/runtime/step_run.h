@@ -122,7 +122,10 @@ private:
 
     // ---- step_linear.cpp ----
     int64_t panels_per_claim(const Weight& w, bool owned) const;
-    LinearArgs linear_args(const Stage& stage, const Op& op, size_t j, int64_t row, int64_t end, const QuantRows* x) const;
+    LinearArgs linear_args(const Weight& w, const Op& op, int64_t first, int64_t rows, const QuantRows* x) const;
+    void compute(const LinearArgs& a, int64_t first_panel, int64_t past_panel, int worker) const {
+        (a.x ? k_.linear_int : k_.linear_float)(&a, first_panel, past_panel, worker_scratch(worker));
+    }
     void linear(const Stage& stage, const Op& op, bool tail);
     void multiply(const std::vector<LinearArgs>& args, size_t weights);
     void head_linear(const Stage& stage, const Op& op, bool tail);
