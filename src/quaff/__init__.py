@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
-
+TYPE_CHECKING = False  # as in typing, which takes longer to import than all that lies before the handler of an early interrupt
 if TYPE_CHECKING:
+    from typing import Any
+
     from quaff.engine.sampler import SamplingParams
     from quaff.llm import LLM, load
 

@@ -1,10 +1,13 @@
-"""The command line: one file per verb. This one imports next to nothing, so that an interrupt finds a handler from the start."""
+"""The command line: one file per verb. This one imports nothing, so that an interrupt finds a handler from the start."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
-from typing import NoReturn
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from typing import NoReturn
 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:

@@ -59,7 +59,7 @@ def serve(
     ] = 4096,
     temperature: Temperature = 1.0,
 ) -> None:
-    """Serve a model over HTTP, with the APIs of OpenAI. Every option has a variable: --max-stall-ms is QUAFF_MAX_STALL_MS."""
+    """Serve a model over HTTP, with the APIs of OpenAI and Anthropic. Every option has a variable: --max-stall-ms is QUAFF_MAX_STALL_MS."""
     try:
         from quaff.serve.overview import overview
         from quaff.serve.server import Server, listen

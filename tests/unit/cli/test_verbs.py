@@ -437,6 +437,11 @@ def test_closed_streams_are_no_traceback(model: Path, verb: str, closed: str, co
     assert (result.stdout == b"") == (out == b"") and (result.stderr == b"") == (err == b"")
 
 
+def test_no_module_delays_the_handler_of_interrupts() -> None:
+    code = "import sys; sys.modules.pop('typing', None); import quaff.cli; print([m for m in ('typing', 'typer') if m in sys.modules])"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
+
+
 def test_interrupt_while_modules_are_imported_ends_with_130() -> None:
     code = """
 import importlib.abc, sys
