@@ -651,7 +651,7 @@ CASES: dict[str, Tiny] = {
     "lfm2moe": TinyLfm2("lfm2moe", dense=1, experts=6, used=2, expert_dim=32, types={"": "Q8_0", "ffn_up_exps": "Q4_0"}, seed=12),
     "qwen35moe": TinyQwen35("qwen35moe", layers=3, experts=8, used=3, expert_dim=32, shared_dim=64, types={"": "Q8_0"}, seed=13),
     "qwen3next": TinyQwen35("qwen3next", layers=3, interval=3, experts=6, used=2, expert_dim=64, shared_dim=32, seed=14),
-    "kimi-linear": TinyKimi(experts=6, used=2, expert_dim=32, shared_dim=32, types={"": "Q8_0", "ssm_f_b": "Q4_0"}, seed=15),
+    "kimi-linear": TinyKimi(heads=2, experts=6, used=2, expert_dim=32, shared_dim=32, types={"": "Q8_0", "ssm_f_b": "Q4_0"}, seed=15),
     "qwen35-odd": TinyQwen35(
         dim=96, heads=6, kv_heads=1, head_dim=16, layers=5, interval=3, value_heads=2, value_dim=80, types=MIXED, seed=11
     ),
