@@ -185,6 +185,7 @@ void bind_state(nb::module_& m) {
         .def(nb::init<int64_t, int64_t, int64_t, int64_t, int64_t>(), "layers"_a, "kv_heads"_a, "dim"_a, "value_dim"_a, "value_bytes"_a = 2)
         .def_prop_ro("page_bytes", &PagePool::page_bytes)
         .def_prop_ro("pages_in_use", &PagePool::in_use)
+        .def_prop_ro("spare_pages", &PagePool::spare)
         .def_prop_ro("bytes_in_use", [](const PagePool& p) { return p.in_use() * p.page_bytes(); })
         .def("take", &PagePool::take, "zeroed"_a = true)
         .def(
@@ -232,6 +233,7 @@ void bind_states(nb::module_& m) {
         .def(nb::init<int64_t, int64_t>(), "layers"_a, "size"_a)
         .def_prop_ro("slot_bytes", &StatePool::slot_bytes)
         .def_prop_ro("slots_in_use", &StatePool::in_use)
+        .def_prop_ro("spare_slots", &StatePool::spare)
         .def("take", &StatePool::take)
         .def(
             "give",

@@ -1,11 +1,13 @@
 #include "memory.h"
 
+#include <cstdint>
 #include <cstdlib>
 #include <mutex>
 #include <new>
 
 #if defined(__linux__)
 #include <sys/mman.h>
+#include <unistd.h>
 #endif
 
 namespace quaff {
@@ -57,6 +59,16 @@ std::shared_ptr<uint8_t> slab_memory(size_t bytes) {
     uint8_t* at = slab->base + slab->used;
     slab->used += bytes;
     return {slab, at};
+}
+
+bool release_memory([[maybe_unused]] uint8_t* at, [[maybe_unused]] size_t bytes) {
+#if defined(__linux__)
+    const auto page = static_cast<uintptr_t>(sysconf(_SC_PAGESIZE)), begin = reinterpret_cast<uintptr_t>(at);
+    const uintptr_t first = up(begin, page), last = (begin + bytes) / page * page; // neighbours share the pages at both ends
+    return first >= last || madvise(reinterpret_cast<void*>(first), last - first, MADV_DONTNEED) == 0;
+#else
+    return false;
+#endif
 }
 
 } // namespace quaff

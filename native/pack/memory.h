@@ -9,4 +9,7 @@ namespace quaff {
 // `bytes` bytes, 64-byte aligned, not initialised. A slab lives as long as anything in it. Any thread may call; throws std::bad_alloc.
 std::shared_ptr<uint8_t> slab_memory(size_t bytes);
 
+// The system gets the memory at `at` back and gives zeros when it is used again; false where systems do not do that, and nothing has changed.
+bool release_memory(uint8_t* at, size_t bytes);
+
 } // namespace quaff

@@ -1,6 +1,5 @@
 #include "pages.h"
 #include "kernels/table.h"
-#include "pack/memory.h"
 
 #include <cstring>
 #include <stdexcept>
@@ -17,30 +16,13 @@ PagePool::PagePool(int64_t layers, int64_t kv_heads, int64_t dim, int64_t value_
         throw std::invalid_argument("no KV page of " + std::to_string(layers) + " layers, " + std::to_string(kv_heads) + " heads and " +
                                     std::to_string(dim) + " + " + std::to_string(value_dim) + " values: a key or a value has 16 to " +
                                     std::to_string(kMaxHeadDim) + ", a multiple of 16");
+    frames_ = Frames(page_bytes());
 }
 
 int32_t PagePool::take(bool zeroed) {
-    Page page;
-    if (!spare_.empty()) {
-        page = std::move(spare_.back());
-        spare_.pop_back();
-    } else {
-        const std::shared_ptr<uint8_t> memory = slab_memory(static_cast<size_t>(page_bytes()));
-        page = {memory, reinterpret_cast<uint16_t*>(memory.get())};
-    }
+    const int32_t id = frames_.take();
     if (zeroed)
-        std::memset(page.get(), 0, static_cast<size_t>(page_bytes()));
-    if (free_.empty()) {
-        // Room for every page, so that give() cannot fail.
-        free_.reserve(pages_.size() + 1);
-        spare_.reserve(pages_.size() + 1);
-        free_.push_back(static_cast<int32_t>(pages_.size()));
-        pages_.emplace_back();
-    }
-    const int32_t id = free_.back();
-    free_.pop_back();
-    pages_[id] = std::move(page);
-    ++in_use_;
+        std::memset(data(id), 0, static_cast<size_t>(page_bytes()));
     return id;
 }
 
@@ -48,13 +30,6 @@ int32_t PagePool::copy(int32_t page) {
     const int32_t id = take(false);
     std::memcpy(data(id), data(page), static_cast<size_t>(page_bytes()));
     return id;
-}
-
-void PagePool::give(int32_t page) {
-    spare_.push_back(std::move(pages_[page]));
-    free_.push_back(page);
-    if (--in_use_ == 0)
-        spare_.clear();
 }
 
 } // namespace quaff

@@ -2,10 +2,10 @@
 // unless every byte of it is about to be written.
 #pragma once
 #include "numerics.h"
+#include "runtime/frames.h"
 
 #include <cstdint>
 #include <memory>
-#include <vector>
 
 namespace quaff {
 
@@ -24,21 +24,19 @@ public:
     int64_t head_elements() const { return kPage * (dim_ + value_dim_) * words_; } // 16-bit words of one head's part of a page
     int64_t page_elements() const { return layers_ * kv_heads_ * head_elements(); }
     int64_t page_bytes() const { return page_elements() * 2; }
-    int64_t in_use() const { return in_use_; }
+    int64_t in_use() const { return frames_.in_use(); }
+    int64_t spare() const { return frames_.spare(); }
 
     int32_t take(bool zeroed = true); // throws std::bad_alloc
     int32_t copy(int32_t page);
-    void give(int32_t page); // its memory serves the next page; the last page gives all of it back
-    bool holds(int32_t page) const { return page >= 0 && page < static_cast<int32_t>(pages_.size()) && pages_[page]; }
-    uint16_t* data(int32_t page) const { return pages_[page].get(); }
-    std::shared_ptr<uint16_t> memory(int32_t page) const { return pages_[page]; }
+    void give(int32_t page) { frames_.give(page); }
+    bool holds(int32_t page) const { return frames_.holds(page); }
+    uint16_t* data(int32_t page) const { return reinterpret_cast<uint16_t*>(frames_.data(page)); }
+    std::shared_ptr<uint16_t> memory(int32_t page) const { return {frames_.memory(page), data(page)}; }
 
 private:
-    using Page = std::shared_ptr<uint16_t>;
-
-    int64_t layers_, kv_heads_, dim_, value_dim_, words_, in_use_ = 0;
-    std::vector<Page> pages_, spare_;
-    std::vector<int32_t> free_;
+    int64_t layers_, kv_heads_, dim_, value_dim_, words_;
+    Frames frames_;
 };
 
 } // namespace quaff

@@ -1,9 +1,10 @@
 // Memory of recurrent state of one kind: slots of [layer][size] f32. A step reads one slot of a sequence and leaves its results in others, so
 // a state that was reached never changes: sequences share it, and a cancelled step leaves nothing to undo.
 #pragma once
+#include "runtime/frames.h"
+
 #include <cstdint>
 #include <memory>
-#include <vector>
 
 namespace quaff {
 
@@ -15,21 +16,19 @@ public:
 
     int64_t layers() const { return layers_; }
     int64_t size() const { return size_; }
-    int64_t slot_bytes() const { return layers_ * size_ * 4; }
-    int64_t in_use() const { return in_use_; }
+    int64_t slot_bytes() const { return frames_.bytes(); }
+    int64_t in_use() const { return frames_.in_use(); }
+    int64_t spare() const { return frames_.spare(); }
 
-    int32_t take();          // its values are those of an earlier use; throws std::bad_alloc
-    void give(int32_t slot); // its memory serves the next slot; the last slot gives all of it back
-    bool holds(int32_t slot) const { return slot >= 0 && slot < static_cast<int32_t>(slots_.size()) && slots_[static_cast<size_t>(slot)]; }
-    float* data(int32_t slot) const { return slots_[static_cast<size_t>(slot)].get(); }
-    std::shared_ptr<float> memory(int32_t slot) const { return slots_[static_cast<size_t>(slot)]; }
+    int32_t take() { return frames_.take(); } // its values are those of an earlier use, or zero; throws std::bad_alloc
+    void give(int32_t slot) { frames_.give(slot); }
+    bool holds(int32_t slot) const { return frames_.holds(slot); }
+    float* data(int32_t slot) const { return reinterpret_cast<float*>(frames_.data(slot)); }
+    std::shared_ptr<float> memory(int32_t slot) const { return {frames_.memory(slot), data(slot)}; }
 
 private:
-    using Slot = std::shared_ptr<float>;
-
-    int64_t layers_, size_, in_use_ = 0;
-    std::vector<Slot> slots_, spare_;
-    std::vector<int32_t> free_;
+    int64_t layers_, size_;
+    Frames frames_;
 };
 
 } // namespace quaff

@@ -349,10 +349,10 @@ def load(
     the system can give. Weights that do not fit into it are streamed from the file, once for a prompt; no bit changes. `workload` says what
     to leave room for. `memory_limit_bytes` bounds weights, KV state and scratch alone and streams nothing; without either it is nine tenths
     of the memory free now. `quantize` is for folders: what matrices of a fitting width become (None: q8_0); a file is taken as it is.
-    `prefix_cache_bytes`: at most so much of that keeps what was computed, for prompts that begin with the same tokens; it gives way to
-    requests that need the memory. 0: only a `state` that is passed on is reused. `store`: a folder, or True for one in the user's cache, in
-    which all that is kept in files too, `store_cap_bytes` of them at most, for later and for other processes; the first load of a model
-    with it reads the whole file once to know it again.
+    `prefix_cache_bytes`: what requests leave of so much memory keeps what was computed, for prompts that begin with the same tokens; it
+    gives way to requests that need more. 0: only a `state` that is passed on is reused. `store`: a folder, or True for one in the user's
+    cache, in which all that is kept in files too, `store_cap_bytes` of them at most, for later and for other processes; the first load of
+    a model with it reads the whole file once to know it again.
     Raises a QuaffError for anything wrong with the file, the options or the memory.
     """
     config = EngineConfig(

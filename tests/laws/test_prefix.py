@@ -190,7 +190,7 @@ def test_a_small_cap_evicts_what_was_not_used_for_longest(llm: LLM) -> None:
                 held = sum(n * pool.page_bytes for n, pool in zip(cache.pages_in_use, cache.pools, strict=True))
                 slots = cache.states.slots_in_use[0] if cache.states.kinds else 0
                 assert prefix.used_bytes == held + slots * cache.states.slot_bytes <= prefix.cap_bytes
-            # An entry larger than the cap is not cached, and pushes nothing out.
+            # An entry larger than the cap is not cached.
             assert (prefix.counters.refused > refused) == (share < 1)
             assert ask(llm, prompts[last], "a").cached == (len(prompts[last]) - 1 if share >= 1 else 0)
     finally:

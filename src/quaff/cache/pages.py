@@ -102,6 +102,8 @@ class PageCache:
         self.kinds = tuple(kinds)
         self.pools = tuple(pools)
         self.accountant = accountant
+        self.make_way: Callable[[int], object] | None = None
+        """Told how many bytes are taken from the pools next: what holds pages for later may drop some first, and they are used again."""
         self.states = StateCache(state_kinds, state_pools, accountant)
         self._counts: tuple[dict[int, int], ...] = tuple({} for _ in kinds)
         self._sequences: dict[int, _Sequence] = {}
@@ -294,6 +296,8 @@ class PageCache:
                 table.credit -= 1
                 counts[page] = 1
                 table.append(page)
+        if self.states.kinds and self.make_way is not None:
+            self.make_way(self.states.slot_bytes)
         self.states.grow(sequence, end)
 
     def segment(self, sequence: int, tokens: NDArray[np.int32], logits: Sequence[int] = ()) -> Segment:
@@ -420,7 +424,9 @@ class PageCache:
             self._let_go(kind, table, page)
 
     def _pay(self, kind: int, table: _Table, pages: int) -> None:
-        """Make `pages` of credit, the budget asked for what is missing."""
+        """Make `pages` of credit, which are taken next: the budget is asked for what is missing."""
+        if pages > 0 and self.make_way is not None:
+            self.make_way(pages * self.pools[kind].page_bytes)
         short = pages - table.credit
         if short > 0:
             self.accountant.take(short * self.pools[kind].page_bytes, f"KV pages of kind {self.kinds[kind].name!r}")
@@ -467,6 +473,12 @@ class PageCache:
     def pages_in_use(self) -> tuple[int, ...]:
         """Pages held per kind, a shared page once."""
         return tuple(len(counts) for counts in self._counts)
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of all pages and states that someone holds."""
+        pages = sum(n * pool.page_bytes for n, pool in zip(self.pages_in_use, self.pools, strict=True))
+        return pages + max(self.states.slots_in_use, default=0) * self.states.slot_bytes
 
     def visible(self, kind: int, sequence: int) -> tuple[int, int]:
         """Positions begin .. end - 1 of a kind that the next row of the sequence can see."""

@@ -129,7 +129,8 @@ class PrefixCache:
     """Prefixes of one engine, whose model and options are one bits key; `salt` keeps the prompts of different clients apart.
 
     At most `cap_bytes` of pages and states are held, a shared one counted once; what a sequence uses too is never evicted. Not locked: the
-    engine's lock covers every caller. The tree gives way where `evict` is asked for what others need (`Accountant.reclaim`).
+    engine's lock covers every caller. The tree gives way where `evict` is asked for what others need (`Accountant.reclaim`), and before
+    sequences and tree together pass the cap (`PageCache.make_way`): memory grows up to there, and then stays.
     """
 
     def __init__(self, cache: PageCache, cap_bytes: int) -> None:
@@ -349,6 +350,13 @@ class PrefixCache:
             above = above.parent
 
     # Giving back
+
+    def make_way(self, need_bytes: int) -> None:
+        """A sequence takes so many bytes next. Evict until they and all that is held are within the cap, as far as that can be: the pages
+        that go are those that the sequence gets."""
+        room = self.cap_bytes - need_bytes
+        if self.cache.held_bytes > room:
+            self._evict(lambda: self.cache.held_bytes <= room)
 
     def evict(self, need_bytes: int) -> int:
         """Give back at least so many bytes, the places first that were not used for longest; nothing when there are not so many to give.

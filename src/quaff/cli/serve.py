@@ -39,7 +39,7 @@ def serve(
         str,
         typer.Option(
             "--prefix-cache",
-            help="Memory for what prompts begin with, such as 2GiB; it gives way to requests. 0: none.",
+            help="Memory for KV state, such as 2GiB: what requests leave of it keeps what prompts begin with. 0: nothing is kept.",
             show_default="a quarter of --memory, or of what is free",
         ),
     ] = "auto",

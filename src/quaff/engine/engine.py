@@ -190,6 +190,7 @@ class Engine:
         self._convoy = Convoy(cache, prefix) if prefix is not None else None
         if prefix is not None:
             cache.accountant.reclaim = prefix.evict
+            cache.make_way = prefix.make_way
         self.context = context
         self.end_ids = end_ids
         self.plan = plan

@@ -47,6 +47,7 @@ class Metrics:
         self._hits = self._counter("prefix_cache_hits", "Prompt tokens found in the prefix cache")
         self._prompt = self._counter("prompt_tokens", "Prompt tokens, cached ones included")
         self._generated = self._counter("generation_tokens", "Generated tokens")
+        self._evicted = self._counter("prefix_cache_evicted_bytes", "Bytes that the prefix cache gave up; none until it is full")
         self._restored = self._counter("disk_cache_restored_tokens", "Prompt tokens brought back from the disk tier")
         self._written = self._counter("disk_cache_written_bytes", "Bytes written to the disk tier")
         self._preemptions = self._counter("num_preemptions", "Requests that gave their memory to others for a while")
@@ -81,6 +82,8 @@ class Metrics:
         self._waiting.set_function(lambda: loop.waiting)
         self._memory.set_function(lambda: accountant.total_bytes)
         self._followed.append(_Followed(self._preemptions, lambda: llm.engine.preemptions))
+        if (prefix := llm.engine.prefix) is not None:
+            self._followed.append(_Followed(self._evicted, lambda: prefix.counters.evicted_bytes))
         if (disk := llm.disk) is not None:
             self._followed.append(_Followed(self._restored, lambda: disk.store.counters.restored_tokens))
             self._followed.append(_Followed(self._written, lambda: disk.store.counters.bytes_written))

@@ -7,7 +7,8 @@ import json
 from itertools import islice
 
 import httpx
-from benchmarks.load import Ask, complete, percentile, trace
+import pytest
+from benchmarks.load import Ask, Watch, complete, evicted_bytes, failures, percentile, quaff_command, trace
 
 ASK = Ask("a b c", 2, 0.0, 1)
 
@@ -49,3 +50,71 @@ def test_percentiles() -> None:
     assert percentile([], 0.5) == 0.0
     assert percentile([3.0, 1.0, 2.0], 0.5) == 2.0
     assert percentile(list(map(float, range(100))), 0.99) == 99.0
+
+
+# Memory
+
+
+def test_memory_is_sampled_and_the_cache_watched_until_it_is_full() -> None:
+    sizes, evicted = iter([100, 150, 200, 203, 202]), iter([0, 0, 5])
+
+    class Process:
+        def memory_info(self) -> object:
+            return type("Info", (), {"rss": next(sizes) << 20})
+
+    def metrics(request: httpx.Request) -> httpx.Response:
+        assert request.url.path == "/metrics"
+        return httpx.Response(200, text=f'# TYPE x\nquaff:prefix_cache_evicted_bytes_total{{model_name="m"}} {next(evicted)}.0\n')
+
+    async def run() -> Watch:
+        watch = Watch(Process(), 0.0)
+        async with httpx.AsyncClient(base_url="http://test", transport=httpx.MockTransport(metrics)) as client:
+            with pytest.raises(RuntimeError):  # the process has no more sizes
+                await watch.sample(client)
+        return watch
+
+    report = asyncio.run(run()).report()
+    assert report["series_mib"] == [100, 150, 200, 203, 202] and report["samples_since"] == 2
+    assert (report["least_bytes"], report["most_bytes"]) == (202 << 20, 203 << 20)
+    assert report["spread"] == pytest.approx(1 / 202)
+
+
+def test_a_server_that_does_not_count_is_no_server_of_ours() -> None:
+    with pytest.raises(SystemExit, match="does not count"):
+        evicted_bytes("vllm:prefix_cache_hits_total 3.0")
+
+
+GOOD = {
+    "requests": 9,
+    "errors": [],
+    "p99_gap_seconds": 0.39,
+    "repeated_alone": 3,
+    "different_alone": 0,
+    "resident": {"spread": 0.019, "least_bytes": 1000 << 20, "most_bytes": 1019 << 20},
+}
+
+
+def test_a_good_run_passes() -> None:
+    assert failures(GOOD, 200) == failures(GOOD | {"peer": {"ratio": 1.6}}, 200) == []
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"errors": ["boom"]}, "1 of 9 requests failed, the first: boom"),
+        ({"different_alone": 1}, "1 of 3 replies differ"),
+        ({"repeated_alone": 0}, "0 of 0 replies"),
+        ({"p99_gap_seconds": 0.41}, "longer than 0.410 s"),
+        ({"resident": {"spread": None}}, "not full before the end"),
+        ({"resident": {"spread": 0.021, "least_bytes": 1000 << 20, "most_bytes": 1021 << 20}}, "not flat: 1000 to 1021 MiB"),
+        ({"peer": {"ratio": 1.4}}, "1.40 times"),
+    ],
+)
+def test_a_bad_run_fails(change: dict[str, object], words: str) -> None:
+    (line,) = failures(GOOD | change, 200)
+    assert words in line
+
+
+def test_the_server_gets_its_options() -> None:
+    command = quaff_command("m", 1, 200, 2, "1GiB")
+    assert command[command.index("--prefix-cache") + 1] == "1GiB" and command[command.index("--store") + 1] == "off"

@@ -72,8 +72,9 @@ def test_a_view_is_the_page_itself_and_outlives_it() -> None:
     pool.give(page)
     states.give(slot)
     del pool, states
-    assert (view == 7).all()
-    assert (state == 3.5).all()
+    # The memory is still there; what it holds is nobody's any more.
+    assert np.isin(view, (0, 7)).all()
+    assert np.isin(state, (0, 3.5)).all()
 
 
 def test_only_held_pages_are_viewed_and_only_some_are_zeroed() -> None:

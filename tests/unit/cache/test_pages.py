@@ -1,6 +1,8 @@
 """Page tables: growth, sharing, copy on write, sliding windows, one budget, and a hash that does not see the path."""
 
 import hashlib
+import subprocess
+import sys
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -9,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
+from quaff import _native
 from quaff.batch import PAGE
 from quaff.cache.pages import FREED, PageCache, pages_for
 from quaff.errors import MemoryBudgetError
@@ -434,3 +437,63 @@ def test_random_operations_keep_contents_counts_and_budget(data: st.DataObject) 
 
 def test_pages_for() -> None:
     assert [pages_for(n) for n in (0, 1, 64, 65, 128)] == [0, 1, 1, 2, 2]
+
+
+# Memory of pools
+
+
+def test_steps_that_take_and_give_as_many_again_keep_their_memory() -> None:
+    pool = _native.StatePool(1, 64)
+    held = [pool.take() for _ in range(100)]
+    for step in range(8):
+        new = [pool.take() for _ in held]
+        for slot in held:
+            pool.give(slot)
+        held = new
+        assert (pool.slots_in_use, pool.spare_slots) == (100, 100), step
+
+
+def test_memory_that_nobody_needs_is_handed_back() -> None:
+    pool = _native.PagePool(1, 1, 16, 16)
+    pages = [pool.take() for _ in range(400)]
+    pool.view(pages[0])[:] = 7
+    for page in pages[10:]:
+        pool.give(page)
+    for _ in range(2 * (pool.pages_in_use + 20)):
+        pool.give(pool.take())
+    assert (pool.pages_in_use, pool.spare_pages) == (10, 1)
+    assert (pool.view(pages[0]) == 7).all()
+    again = [pool.take() for _ in range(390)]
+    assert not any(pool.view(page).any() for page in again), "a page is zeroed, wherever its memory comes from"
+    for page in (*pages[:10], *again):
+        pool.give(page)
+    assert (pool.pages_in_use, pool.spare_pages) == (0, 0)
+
+
+BURST = """
+from quaff import _native
+
+
+def resident() -> int:
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * 4096 >> 20
+
+
+pool = _native.PagePool(8, 8, 64, 64)  # 1 MiB
+kept = [pool.take() for _ in range(10)]
+before = resident()
+burst = [pool.take() for _ in range(300)]
+most = resident()
+for page in burst:
+    pool.give(page)
+for _ in range(60):
+    pool.give(pool.take())
+print(before, most, resident())
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="resident memory is read from /proc")
+def test_a_burst_leaves_no_memory_behind() -> None:
+    result = subprocess.run([sys.executable, "-c", BURST], capture_output=True, text=True, check=True)
+    before, most, after = map(int, result.stdout.split())
+    assert most - before > 290 and after - before < 20

@@ -19,7 +19,7 @@ from quaff.errors import MemoryBudgetError
 def make(shape: str = "full", cap_bytes: int = 1 << 30, limit: int | None = None) -> tuple[PageCache, PrefixCache]:
     cache = make_cache(shape, limit)
     prefix = PrefixCache(cache, cap_bytes)
-    cache.accountant.reclaim = prefix.evict
+    cache.accountant.reclaim, cache.make_way = prefix.evict, prefix.make_way
     return cache, prefix
 
 
@@ -162,7 +162,7 @@ def test_a_common_stem_outlives_its_branches() -> None:
     check(prefix)
 
 
-def test_an_entry_larger_than_the_cap_is_not_kept_and_pushes_nothing_out() -> None:
+def test_an_entry_larger_than_the_cap_is_not_kept() -> None:
     """Cap ignored (ik_llama.cpp 2320)."""
     for shape in set(SHAPES) - {"states"}:  # a state is as large after any number of tokens
         _, prefix = make(shape)
@@ -170,8 +170,31 @@ def test_an_entry_larger_than_the_cap_is_not_kept_and_pushes_nothing_out() -> No
         prefix.cap_bytes = prefix.used_bytes + 1
         run(prefix, prompt(400, seed=1))
         run(prefix, [*prompt(100), *prompt(300, seed=1)])
-        assert prefix.counters.refused == 2 and prefix.counters.evicted_bytes == 0
-        assert found(prefix, prompt(100), 100, shape) == 100
+        assert prefix.counters.refused == 2 and prefix.used_bytes <= prefix.cap_bytes
+        assert run(prefix, prompt(100)) and found(prefix, prompt(100), 100, shape) == 100
+
+
+def test_sequences_and_tree_share_the_cap() -> None:
+    """Cap ignored (ik_llama.cpp 2320): pages of the tree are used before new ones are taken; what sequences alone need comes on top."""
+    cache, prefix = make()
+    page = cache.pools[0].page_bytes
+    prefix.cap_bytes = 12 * page
+    for i in range(3):
+        run(prefix, prompt(256, seed=i))
+    assert cache.held_bytes == prefix.used_bytes == 12 * page
+    running = []
+    for i in range(2):
+        running.append(cache.create())
+        compute(cache, running[i], prompt(256, seed=10 + i))
+        assert cache.held_bytes == 12 * page and prefix.used_bytes == (8 - 4 * i) * page
+    assert found(prefix, prompt(256, seed=2), 256, "full") == 256, "what was used last stays"
+    used = prefix.attach(prompt(256, seed=2), 256)
+    running += [used.sequence, cache.create()]
+    compute(cache, running[-1], prompt(128, seed=20))
+    assert cache.held_bytes == 14 * page and prefix.used_bytes == 4 * page, "what a sequence uses stays"
+    for sequence in running:
+        cache.free(sequence)
+    check(prefix)
 
 
 def test_the_budget_of_the_pages_comes_before_the_cache() -> None:
@@ -210,6 +233,7 @@ kinds, states = (KVKind("full", tuple(range(8)), 4, 64, 64, 0),), (StateKind("de
 pools = [_native.PagePool(8, 4, 64, 64, 2)]
 cache = PageCache(kinds, pools, Accountant(), states, [_native.StatePool(8, 32768)])
 prefix = PrefixCache(cache, int(sys.argv[1]) << 20)
+cache.make_way = prefix.make_way
 
 
 def resident() -> int:

@@ -39,6 +39,14 @@ class Caller:
         return self("POST", path, json.dumps(body).encode())
 
     async def _call(self, method: str, path: str, body: bytes, headers: Mapping[str, str]) -> Answer:
+        sent = await self.visit(method, path, body, headers)
+        found = {k.decode(): v.decode() for k, v in sent[0]["headers"]}
+        return Answer(sent[0]["status"], found, b"".join(m.get("body", b"") for m in sent[1:]))
+
+    async def visit(
+        self, method: str, path: str, body: bytes, headers: Mapping[str, str] = JSON, most: int | None = None
+    ) -> list[dict[str, Any]]:
+        """What the application sends; a client that has enough of `most` messages hangs up."""
         scope = {
             "type": "http",
             "http_version": "1.1",
@@ -54,6 +62,8 @@ class Caller:
         }
         sent: list[dict[str, Any]] = []
         requests, done = [{"type": "http.request", "body": body, "more_body": False}], asyncio.Event()
+        if most == 0:
+            done.set()
 
         async def receive() -> dict[str, Any]:
             if requests:
@@ -63,12 +73,11 @@ class Caller:
 
         async def send(message: dict[str, Any]) -> None:
             sent.append(message)
-            if message["type"] == "http.response.body" and not message.get("more_body"):
+            if len(sent) == most or (message["type"] == "http.response.body" and not message.get("more_body")):
                 done.set()
 
         await self.app(scope, receive, send)
-        found = {k.decode(): v.decode() for k, v in sent[0]["headers"]}
-        return Answer(sent[0]["status"], found, b"".join(m.get("body", b"") for m in sent[1:]))
+        return sent
 
 
 @contextmanager
