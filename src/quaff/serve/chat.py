@@ -42,22 +42,23 @@ class ChatBody(Sampling, Conversation):
 
 async def chat_completions(request: Request) -> Response:
     service = service_of(request)
-    dialogue = service.dialogue
+    llm, dialogue = service.llm, service.dialogue
     body = await read_body(request, ChatBody)
     most = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
     params = body.params(service.settings, most, logprobs=body.wanted_logprobs)
     turn = await service.blocking(turn_of, dialogue, body)
     generations = await service.start(turn.job(params, bool(body.return_progress), body.cache_salt), body.choices)
+    head = envelope(service.settings.name, llm, "chatcmpl", "chat.completion.chunk" if body.stream else "chat.completion")
     if body.stream:
-        return EventStream(request, generations, _events(service, turn, body, generations))
-    return await service.blocking(_answer, service, turn, body, await collect(request, generations))
+        return EventStream(request, generations, _events(service, llm, turn, body, head, generations))
+    return await service.blocking(_answer, llm, turn, body, head, await collect(request, generations))
 
 
-def _answer(service: Service, turn: Turn, body: ChatBody, results: Sequence[Result]) -> Response:
+def _answer(llm: LLM, turn: Turn, body: ChatBody, head: dict[str, Any], results: Sequence[Result]) -> Response:
     return JSONResponse(
-        envelope(service, "chatcmpl", "chat.completion")
+        head
         | {
-            "choices": [_choice(service.llm, body, i, result, turn.answer(result)) for i, result in enumerate(results)],
+            "choices": [_choice(llm, body, i, result, turn.answer(result)) for i, result in enumerate(results)],
             "usage": usage(results[:1], results),
             "timings": results[0].llama_timings(),
         }
@@ -100,8 +101,9 @@ def _delta(event: Event) -> dict[str, Any]:
             return {"tool_calls": [{"index": event.index, "function": {"arguments": event.arguments}}]}
 
 
-async def _events(service: Service, turn: Turn, body: ChatBody, generations: Sequence[Generation]) -> AsyncIterator[bytes]:
-    base = envelope(service, "chatcmpl", "chat.completion.chunk")
+async def _events(
+    service: Service, llm: LLM, turn: Turn, body: ChatBody, base: dict[str, Any], generations: Sequence[Generation]
+) -> AsyncIterator[bytes]:
     more: dict[str, Any] = {"usage": None} if body.include_usage else {}
     spoken: set[int] = set()
     readers = [turn.reader() for _ in generations]
@@ -129,7 +131,7 @@ async def _events(service: Service, turn: Turn, body: ChatBody, generations: Seq
             spoken.add(index)
             yield chunk(index, {"role": "assistant", "content": ""})
         if item is not None:
-            for data in chunks(index, readers[index].push(item.text), _logprobs(service.llm, body, item.logprobs)):
+            for data in chunks(index, readers[index].push(item.text), _logprobs(llm, body, item.logprobs)):
                 yield data
         elif (result := generations[index].result) is not None:
             for data in chunks(index, readers[index].finish()):

@@ -16,7 +16,7 @@ from quaff.serve.errors import ApiError
 from quaff.serve.generation import Generation, Job, Progress, Result
 from quaff.serve.openai import DONE, envelope, merged, progress_block, usage
 from quaff.serve.sampling import MOST_LOGPROBS, Sampling
-from quaff.serve.service import Service, service_of
+from quaff.serve.service import service_of
 from quaff.serve.wire import EventStream, Items, collect, read_body, sse
 
 MOST_PROMPTS = 64
@@ -73,16 +73,16 @@ async def completions(request: Request) -> Response:
         for generation in generations:
             generation.cancel()
         raise
+    head = envelope(service.settings.name, llm, "cmpl", "text_completion")
     if body.stream:
-        return EventStream(request, generations, _events(service, body, prompts, generations))
-    return await service.blocking(_answer, service, body, prompts, await collect(request, generations))
+        return EventStream(request, generations, _events(llm, body, head, prompts, generations))
+    return await service.blocking(_answer, llm, body, head, prompts, await collect(request, generations))
 
 
-def _answer(service: Service, body: CompletionBody, prompts: Sequence[Prompt], results: Sequence[Result]) -> Response:
-    choices = [_choice(service.llm, body, i, prompts[i // body.choices], result) for i, result in enumerate(results)]
+def _answer(llm: LLM, body: CompletionBody, head: dict[str, Any], prompts: Sequence[Prompt], results: Sequence[Result]) -> Response:
+    choices = [_choice(llm, body, i, prompts[i // body.choices], result) for i, result in enumerate(results)]
     return JSONResponse(
-        envelope(service, "cmpl", "text_completion")
-        | {"choices": choices, "usage": usage(results[:: body.choices], results), "timings": results[0].llama_timings()}
+        head | {"choices": choices, "usage": usage(results[:: body.choices], results), "timings": results[0].llama_timings()}
     )
 
 
@@ -99,11 +99,10 @@ def _choice(llm: LLM, body: CompletionBody, index: int, prompt: Prompt, result: 
 
 
 async def _events(
-    service: Service, body: CompletionBody, prompts: Sequence[Prompt], generations: Sequence[Generation]
+    llm: LLM, body: CompletionBody, base: dict[str, Any], prompts: Sequence[Prompt], generations: Sequence[Generation]
 ) -> AsyncIterator[bytes]:
-    base = envelope(service, "cmpl", "text_completion")
     more: dict[str, Any] = {"usage": None} if body.include_usage else {}
-    tables = [LogprobTable(service.llm, body) for _ in generations]
+    tables = [LogprobTable(llm, body) for _ in generations]
     spoken: set[int] = set()
 
     def chunk(index: int, text: str, logprobs: Any = None, reason: str | None = None, **extra: Any) -> bytes:

@@ -13,6 +13,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
+from quaff.llm import LLM
 from quaff.serve.errors import ApiError
 from quaff.serve.generation import Delta, Generation, Progress, Result
 from quaff.serve.service import Service, service_of
@@ -54,14 +55,14 @@ def _model(service: Service) -> dict[str, Any]:
     }
 
 
-def envelope(service: Service, prefix: str, kind: str) -> dict[str, Any]:
+def envelope(model: str, llm: LLM, prefix: str, kind: str) -> dict[str, Any]:
     """The fields around the choices, equal in every chunk of a stream."""
     return {
         "id": f"{prefix}-{secrets.token_hex(12)}",
         "object": kind,
         "created": int(time.time()),
-        "model": service.settings.name,
-        "system_fingerprint": fingerprint(service.llm),
+        "model": model,
+        "system_fingerprint": fingerprint(llm),
     }
 
 

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from starlette.applications import Starlette
+from starlette.types import ASGIApp
 
 JSON = {"content-type": "application/json", "host": "127.0.0.1"}
 
@@ -28,7 +28,7 @@ class Answer:
 class Caller:
     """Calls an application, one request at a time, on an event loop of its own."""
 
-    def __init__(self, app: Starlette) -> None:
+    def __init__(self, app: ASGIApp) -> None:
         self.app = app
         self.loop = asyncio.new_event_loop()
 
@@ -81,7 +81,7 @@ class Caller:
 
 
 @contextmanager
-def calling(app: Starlette) -> Iterator[Caller]:
+def calling(app: ASGIApp) -> Iterator[Caller]:
     caller = Caller(app)
     try:
         yield caller

@@ -16,10 +16,13 @@ import httpx
 import openai
 import pytest
 import uvicorn
+from starlette.types import Message, Receive, Scope, Send
+from tests.unit.serve.asgi import calling
 from tests.unit.serve.conftest import WAIT_SECONDS, Live, serving
 from tests.unit.serve.holding import held, post, until
 from uvicorn.server import ServerState
 
+import quaff
 from quaff import SamplingParams
 from quaff.errors import QueueFullError
 from quaff.serve.app import make_app
@@ -352,3 +355,31 @@ def test_on_the_way_out_an_answer_ends_or_says_that_it_was_cut_off(tiny: Path) -
             hold.let_go()
             events = [json.loads(line[6:]) for line in reply.iter_lines() if line.startswith("data: {")]
         assert events[-1]["error"]["type"] == "overloaded_error" and "shutting down" in events[-1]["error"]["message"]
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/responses"])
+def test_an_answer_that_is_there_is_sent_whole_though_the_server_is_closed(tiny: Path, path: str) -> None:
+    service = Service(QUICK)
+    service.open(quaff.load(tiny, threads=1, chunk=64))
+    app = make_app(service)
+    closed = False
+
+    async def slow(scope: Scope, receive: Receive, send: Send) -> None:
+        async def late(message: Message) -> None:
+            nonlocal closed
+            if message["type"] == "http.response.body" and not closed:
+                closed = True
+                while service.loop.waiting or service.loop.running:
+                    await asyncio.sleep(0.005)
+                await asyncio.to_thread(service.close)
+            await send(message)
+
+        await app(scope, receive, late)
+
+    more = {"stream": True, "ignore_eos": True, "logprobs": 1 if path == "/v1/completions" else True}
+    with calling(slow) as call:
+        answer = call.post(path, body(path, "hi") | more)
+    assert closed and answer.status == 200 and b'"error":{' not in answer.body
+    assert any(
+        end in answer.body for end in (b"data: [DONE]", b"event: message_stop", b"event: response.completed", b"event: response.incomplete")
+    )
