@@ -23,12 +23,16 @@ class AnswerReader:
     and is none stays text. `calls` counts the calls so far.
     """
 
-    def __init__(self, dialect: Dialect, schemas: Schemas | None, thinking: bool = False, call_prefix: str = "call_") -> None:
+    def __init__(
+        self, dialect: Dialect, schemas: Schemas | None, thinking: bool = False, call_prefix: str = "call_", several: bool = True
+    ) -> None:
         """`schemas`: of the tools that the model was shown; None when there are none, and calls are not looked for.
 
-        `thinking`: the prompt ended inside a reasoning, whose mark the answer does not repeat.
+        `thinking`: the prompt ended inside a reasoning, whose mark the answer does not repeat. Without `several` calls after the first are
+        left out.
         """
         self.calls = 0
+        self._most_calls = float("inf") if several else 1
         self._dialect = dialect
         self._schemas = schemas
         self._thinking = thinking
@@ -69,6 +73,8 @@ class AnswerReader:
     def start(self, name: str, id: str | None = None) -> None:
         if self._dialect.bare and self._schemas is not None and name not in self._schemas:
             raise NotACall
+        if self.calls == self._most_calls:
+            raise NotACall
         self._blank = ""
         self._events.append(CallStart(self.calls, id or self._new_id(), name))
         self.calls += 1
@@ -107,6 +113,9 @@ class AnswerReader:
         if self._dialect.bare and (yield from source.begins("{")):
             yield from self._call(self._dialect.section, "")
         while (mark := (yield from source.until((self._dialect.begin,), self._text))) is not None:
+            if self.calls == self._most_calls:
+                yield from source.until((), ignore)
+                return
             yield from self._call(self._dialect.section, mark)
 
     def _think(self, closing: str) -> Reading:
@@ -137,6 +146,8 @@ class AnswerReader:
             read = self._source.recorded()
             if self.calls == before:
                 self._text(mark + read)
+            elif self.calls == self._most_calls:
+                yield from self._source.until((), ignore)
 
     def _read_channels(self) -> Reading:
         """gpt-oss: messages, each with a header that names its channel and, for a call, its recipient."""
@@ -147,9 +158,12 @@ class AnswerReader:
                     self._text(header)
                 return
             recipient, channel = _RECIPIENT.search(header), _CHANNEL.search(header)
-            if recipient is not None and self._schemas is not None:
+            use: Callable[[str], object]
+            if recipient is not None and self._schemas is not None and self.calls == self._most_calls:
+                use = ignore
+            elif recipient is not None and self._schemas is not None:
                 self.start(recipient[1])
-                use: Callable[[str], object] = self.arguments
+                use = self.arguments
             elif channel is not None and channel[1] == "analysis":
                 use = self._analysis
             else:

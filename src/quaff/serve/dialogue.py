@@ -94,7 +94,8 @@ class Dialogue:
 
     def reader(self, prompt: ChatPrompt, tools: Tools | None = None, call_prefix: str = "call_") -> AnswerReader:
         """A reader for one answer to a prompt. `call_prefix` begins the ids of its tool calls."""
-        return AnswerReader(self.dialect, tools.schemas if tools is not None else None, prompt.thinking, call_prefix)
+        tools = tools or Tools()
+        return AnswerReader(self.dialect, tools.schemas, prompt.thinking, call_prefix, tools.several)
 
     def keep(self, prompt: ChatPrompt, ids: Sequence[int], call: str = "") -> None:
         """Remember a finished answer, its end token included. `call`: the id under which its first tool call went out."""

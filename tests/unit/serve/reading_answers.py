@@ -15,8 +15,10 @@ SCHEMAS: Schemas = {
 }
 
 
-def read(dialect: Dialect, parts: Iterable[str], schemas: Schemas | None = SCHEMAS, thinking: bool = False) -> list[tuple[str, ...]]:
-    reader = AnswerReader(dialect, schemas, thinking)
+def read(
+    dialect: Dialect, parts: Iterable[str], schemas: Schemas | None = SCHEMAS, thinking: bool = False, several: bool = True
+) -> list[tuple[str, ...]]:
+    reader = AnswerReader(dialect, schemas, thinking, several=several)
     events = [event for part in parts for event in reader.push(part)] + reader.finish()
     starts = [event for event in events if isinstance(event, CallStart)]
     assert [start.index for start in starts] == list(range(reader.calls))

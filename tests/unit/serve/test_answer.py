@@ -139,6 +139,14 @@ def test_no_answer_breaks_a_reader(name: str, data: st.DataObject) -> None:
         assert "".join(said for _, said in whole).split() == text.split()
 
 
+@pytest.mark.parametrize(("dialect", "text", "wanted"), ANSWERS, ids=lambda value: value.name if isinstance(value, Dialect) else "")
+def test_where_one_call_is_asked_for_the_first_counts(dialect: Dialect, text: str, wanted: list[tuple[str, ...]]) -> None:
+    calls = [i for i, (kind, *_) in enumerate(wanted) if kind == "call"]
+    if len(calls) > 1:
+        wanted = wanted[: calls[1]]
+    assert read(dialect, [text], several=False) == wanted == read(dialect, text, several=False)
+
+
 HALF = "\\ud83d"
 DEEP = "[" * 3000
 NO_CLIENT_READS: list[tuple[Dialect, str, list[tuple[str, ...]] | None]] = [

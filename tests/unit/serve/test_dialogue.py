@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from quaff.engine.grammar import Grammar
 from quaff.errors import ConfigError, PromptError
 from quaff.serve.dialogue import Dialogue
 from quaff.serve.errors import ApiError
-from quaff.serve.events import Call, joined
+from quaff.serve.events import Call, CallStart, joined
 from quaff.serve.forms import choice_form, json_form, object_form, regex_form, response_form
 from quaff.serve.tools import Tools, make_tools
 from quaff.tokenizer import Tokenizer
@@ -269,6 +270,13 @@ def passes(d: Dialogue, grammar: Grammar | None, text: str) -> bool:
 
 
 CALL_1 = '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>'
+
+
+def test_a_reader_takes_one_call_or_several_as_the_request_asks() -> None:
+    d, text = dialogue(HERMES), '<tool_call>{"name": "f"}</tool_call>\n<tool_call>{"name": "f"}</tool_call> done'
+    for several, calls in ((True, 2), (False, 1)):
+        reader = d.reader(d.prompt(said("hi"), TOOLS), replace(TOOLS, several=several))
+        assert len([event for event in reader.push(text) + reader.finish() if isinstance(event, CallStart)]) == reader.calls == calls
 
 
 def test_calls_on_demand() -> None:
