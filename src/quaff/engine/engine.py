@@ -203,7 +203,10 @@ class Engine:
         self.accepted_tokens = 0
         self.preemptions = 0
         self.lock: threading.RLock = beside.lock if beside is not None else threading.RLock()
-        self._beside = beside
+        self._peers: list[Engine] = []
+        if beside is not None:
+            self._peers.append(beside)
+            beside._peers.append(self)
         self._requests: dict[int, Request] = {}
         self._waiting: deque[Request] = deque()
         self._followers: dict[int, list[Request]] = {}
@@ -416,8 +419,7 @@ class Engine:
         if self._drafts:
             self._guess()
         pace = self._pace
-        awaited = self._beside is not None and bool(self._beside._scheduler.decoding())
-        planned = self._scheduler.plan(pace.work if pace is not None else None, awaited)
+        planned = self._scheduler.plan(pace.work if pace is not None else None, any(peer._scheduler.decoding() for peer in self._peers))
         if not planned:
             return
         raised: list[BaseException] = []
@@ -540,7 +542,7 @@ class Engine:
                     self._waiting.appendleft(request)
                     continue
                 # Memory comes back when a running request ends; alone, a request that does not fit never will.
-                if len(self._scheduler):
+                if self._is_held_by_others(request):
                     self._waiting.appendleft(request)
                     break
                 self._fail(request, error)
@@ -571,6 +573,10 @@ class Engine:
             if place >= request.computed:
                 self.cache.snapshot(request.sequence, place)
 
+    def _is_held_by_others(self, request: Request) -> bool:
+        """Whether memory will come back that running requests hold, here or in an engine that shares it."""
+        return len(self._scheduler) > request.admitted or any(len(peer._scheduler) for peer in self._peers)
+
     def _detach(self, but: Request) -> bool:
         """Let go of the cached prefixes that waiting requests hold on to, but for one of them: they look again when they are next."""
         waiting = [r for r in self._requests.values() if r.sequence and r.version >= 0 and not r.admitted and r is not but]
@@ -592,7 +598,7 @@ class Engine:
             self._reserve_positions(request, wanted)
             return
         except MemoryBudgetError:
-            if len(self._scheduler) - request.admitted:
+            if self._is_held_by_others(request):
                 raise
         # Places to come back to are worth less than the answer.
         self.cache.forget_snapshots(request.sequence)
@@ -616,11 +622,10 @@ class Engine:
                 except MemoryBudgetError:
                     if self._detach(request):
                         continue
-                    last = max((r for r in self._requests.values() if r.admitted), key=lambda r: r.id)
-                    if len(self._scheduler) == 1:
-                        self._finish(request, "length")
+                    if self._is_held_by_others(request):
+                        self._give_way(max((r for r in self._requests.values() if r.admitted), key=lambda r: r.id))
                     else:
-                        self._give_way(last)
+                        self._finish(request, "length")
 
     def _give_way(self, request: Request) -> None:
         """Forget the state of a request and queue it again; it is computed anew, to the same bits, when there is memory."""

@@ -13,7 +13,7 @@ from tests.tiny import CASES, prompt
 import quaff
 from quaff import SamplingParams
 from quaff.engine.embedder import MAX_TOGETHER
-from quaff.engine.engine import Engine
+from quaff.engine.engine import Engine, Request
 from quaff.engine.pace import Policy
 from quaff.engine.scheduler import LEAST_ROWS
 from quaff.errors import ConfigError, MemoryBudgetError, PromptError
@@ -121,3 +121,29 @@ def test_a_text_that_does_not_fit_is_refused(path: Path) -> None:
         with pytest.raises(MemoryBudgetError):
             llm.embed([prompt(llm.config.vocab, 3000)])
         assert llm.embed(["a"]).shape == (1, llm.config.dim)
+
+
+@pytest.mark.parametrize("answer_first", [False, True])
+def test_answers_and_embeddings_wait_for_each_others_memory(path: Path, answer_first: bool) -> None:
+    params = SamplingParams(max_tokens=5)
+    with quaff.load(path, threads=1, chunk=64) as llm:
+        llm.engine.set_policy(Policy(max_stall_ms=200))
+        texts = [prompt(llm.config.vocab, 2000, seed=i) for i in range(2)]
+        vector, answer = llm.embed(texts[:1]), llm.generate(texts[1], params)
+        llm.embed(texts[:1])  # beside the scratch of both
+        room = llm.accountant.peak_bytes
+    with quaff.load(path, threads=1, chunk=64, memory_limit_bytes=room) as llm:
+        llm.engine.set_policy(Policy(max_stall_ms=200))
+        requests, running = list[Request](), list[tuple[int, int]]()
+
+        def drive(engine: Engine) -> None:
+            if not requests:
+                requests.append(llm.engine.submit(texts[1], params=params))
+            for one in (llm.engine, engine) if answer_first else (engine, llm.engine):
+                one.step()
+            running.append((engine.running, llm.engine.running))
+
+        assert llm.embed(texts[:1], drive=drive).tobytes() == vector.tobytes()
+        llm.engine.run(requests)
+        assert tuple(requests[0].tokens[2000:]) == answer.tokens
+        assert {(1, 0), (0, 1)} <= set(running) and (1, 1) not in running

@@ -73,3 +73,10 @@ def test_a_stream_ends_with_the_error_after_the_text_it_had(llm: LLM, path: Path
 def test_embeddings_say_what_they_need(llm: LLM) -> None:
     with pytest.raises(UnsupportedError, match="all weights in memory"):
         llm.embed(["a"])
+
+
+def test_what_is_read_is_a_sign_of_life(llm: LLM) -> None:
+    *_, before = llm.engine.runner.pulse
+    llm.prefill(TOKENS, logits="none").state.close()
+    *_, after = llm.engine.runner.pulse
+    assert after > before
