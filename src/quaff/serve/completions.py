@@ -68,7 +68,7 @@ async def completions(request: Request) -> Response:
     try:
         for prompt in prompts:
             job = Job(prompt.tokens, params, progress=bool(body.return_progress), salt=body.cache_salt or "")
-            generations += await service.start(job, body.choices)
+            generations += await service.start(job, body.choices, "prompt")
     except BaseException:
         for generation in generations:
             generation.cancel()

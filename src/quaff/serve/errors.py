@@ -65,7 +65,7 @@ class ApiError(QuaffError):
         return {"error": {"message": str(self), "type": self.kind, "param": self.param, "code": self.code}}
 
 
-def context_exceeded(prompt_tokens: int, context: int, param: str = "messages") -> ApiError:
+def context_exceeded(prompt_tokens: int, context: int, param: str) -> ApiError:
     """A prompt that leaves no room for an answer is refused with both counts, never cut."""
     return ApiError(
         400,

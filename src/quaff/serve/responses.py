@@ -89,7 +89,7 @@ async def create_response(request: Request) -> Response:
     body = await read_body(request, ResponseBody)
     params = body.params(service.settings, body.max_output_tokens)
     turn = await service.blocking(turn_of, dialogue, body)
-    generations = await service.start(turn.job(params, salt=body.cache_salt))
+    generations = await service.start(turn.job(params, salt=body.cache_salt), field="input")
     head = _head(service, body)
     if body.stream:
         items = _Items(head)

@@ -88,15 +88,15 @@ class Service:
         """The result of a function that computes for more than an instant, such as tokenising a conversation."""
         return await asyncio.to_thread(function, *args, **kwargs)
 
-    async def start(self, job: Job, n: int = 1) -> tuple[Generation, ...]:
-        """Queue `n` completions of one prompt; they share its state.
+    async def start(self, job: Job, n: int = 1, field: str = "messages") -> tuple[Generation, ...]:
+        """Queue `n` completions of one prompt; they share its state. `field` of the body holds it.
 
         ApiError 400 for a prompt that is longer than the context or parameters that do not fit the model, 429 when the queue is full. What
         is found to be wrong after `ping_seconds` is raised by the generations.
         """
         llm, loop = self.llm, self.loop
         if len(job.tokens) > llm.context:
-            raise context_exceeded(len(job.tokens), llm.context)
+            raise context_exceeded(len(job.tokens), llm.context, field)
         readers = [Reader(llm.tokenizer, job.params, job.shown) for _ in range(n)]
         generations = tuple(Generation(llm, loop, job, reader, self.metrics.watcher()) for reader in readers)
 
