@@ -139,3 +139,5 @@ def size(option: str, text: str, auto: int | None = None) -> int:
 def _log_to_stderr() -> None:
     logging.basicConfig(stream=sys.stderr, level=logging.WARNING, format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
     logging.getLogger("quaff").setLevel(logging.INFO)
+    # What it warns of are clients that hung up, which have their line.
+    logging.getLogger("asyncio").setLevel(logging.ERROR)
