@@ -58,7 +58,8 @@ std::shared_ptr<uint8_t> slab_memory(size_t bytes) {
     }
     uint8_t* at = slab->base + slab->used;
     slab->used += bytes;
-    return {slab, at};
+    // Scratch that grew and buffers that are done leave nothing behind beside the weights, which keep the slab.
+    return {at, [slab, bytes](uint8_t* p) { release_memory(p, bytes); }};
 }
 
 bool release_memory([[maybe_unused]] uint8_t* at, [[maybe_unused]] size_t bytes) {

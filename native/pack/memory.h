@@ -6,7 +6,8 @@
 
 namespace quaff {
 
-// `bytes` bytes, 64-byte aligned, not initialised. A slab lives as long as anything in it. Any thread may call; throws std::bad_alloc.
+// `bytes` bytes, 64-byte aligned, not initialised. A slab lives as long as anything in it, but the memory of what is let go is released at
+// once. Any thread may call; throws std::bad_alloc.
 std::shared_ptr<uint8_t> slab_memory(size_t bytes);
 
 // The system gets the memory at `at` back and gives zeros when it is used again; false where systems do not do that, and nothing has changed.

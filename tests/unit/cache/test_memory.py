@@ -7,6 +7,7 @@ from tests.stored import SHAPES, compute, computed, make_cache, prompt
 from quaff import _native
 from quaff.cache.entry import Layout, pieces, root
 from quaff.cache.memory import Memory
+from quaff.weights.budget import process_memory_bytes
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -90,3 +91,16 @@ def test_only_held_pages_are_viewed_and_only_some_are_zeroed() -> None:
     assert not pool.array(pool.take()).any()
     with pytest.raises(ValueError, match="not in use"):
         _native.StatePool(1, 4).view(0)
+
+
+def test_memory_that_is_let_go_is_not_in_use_any_more() -> None:
+    """Beside a weight that keeps the slab which both share."""
+    blocks = np.zeros(4096 * 4096 // 32 * 34, np.uint8)
+    kept = _native.Weight(8, blocks[: 64 * 34], 64, 32, 1)
+    before = process_memory_bytes()[0]
+    for _ in range(4):
+        weight = _native.Weight(8, blocks, 4096, 4096, 1)
+        assert process_memory_bytes()[0] > before + (12 << 20)
+        del weight
+        assert process_memory_bytes()[0] < before + (4 << 20)
+    assert kept.nbytes
