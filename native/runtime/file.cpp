@@ -64,10 +64,7 @@ WeightFile::WeightFile(std::string path, int64_t bytes, int64_t mtime_ns) : path
     direct_ = open_direct(path_.c_str());
     struct stat a, b;
     // The path may name another file by now.
-    if (direct_ >= 0 && (fstat(plain_, &a) || fstat(direct_, &b) || a.st_ino != b.st_ino || a.st_dev != b.st_dev)) {
-        close(direct_);
-        direct_ = -1;
-    }
+    reads_directly_ = direct_ >= 0 && !fstat(plain_, &a) && !fstat(direct_, &b) && a.st_ino == b.st_ino && a.st_dev == b.st_dev;
 }
 
 WeightFile::~WeightFile() {
@@ -100,10 +97,10 @@ int64_t WeightFile::read(int64_t offset, int64_t bytes, uint8_t* to, BusyClock& 
         ~Running() { clock.stop(); }
     } running(clock);
     int64_t done = -1;
-    if (direct_ >= 0) {
+    if (reads_directly_) {
         done = read_all(direct_, begin, end, sector_end(end), to);
         if (done < 0 && errno == EINVAL)
-            direct_ = -1; // a file system that opens files so but does not read them: the descriptor stays, nobody uses it
+            reads_directly_ = false; // a file system that opens files so but does not read them
         else if (done < 0)
             fail(path_, "reading " + std::to_string(bytes) + " bytes at " + std::to_string(offset) + " failed: " + std::strerror(errno));
     }

@@ -56,8 +56,8 @@ private:
 
     const std::string path_;
     const int64_t bytes_, mtime_ns_;
-    int plain_ = -1;
-    std::atomic<int> direct_{-1};
+    int plain_ = -1, direct_ = -1;
+    std::atomic<bool> reads_directly_{false};
 };
 
 } // namespace quaff

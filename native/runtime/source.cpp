@@ -94,8 +94,9 @@ void WeightSource::fill() {
             slot = std::find_if(slots_.begin(), slots_.end(), [&](const Slot& s) { return s.unit < 0 || !is_wanted(s.unit); });
         if (slot->load)
             loader_->abandon(*slot->load); // what a step that was ended would have needed
-        slot->unit = id;
+        slot->unit = -1;                   // where no load can be queued, nobody shall take what is there for the unit
         slot->load = load(unit, slot->memory, false);
+        slot->unit = id;
     }
 }
 

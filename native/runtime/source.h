@@ -86,6 +86,7 @@ private:
         int32_t ggml_type;
         int64_t rows, cols, row_bytes, panel_bytes, matrix_bytes; // matrix_bytes: packed
         bool kept = false;                                        // in memory once it was read
+        bool table = false;                                       // rows of it are read by token
         int64_t matrices() const { return static_cast<int64_t>(std::max<size_t>(1, weight->experts.size())); }
         PackedWeight& matrix(int64_t m) const { return weight->experts.empty() ? weight->matrix : weight->experts[static_cast<size_t>(m)]; }
     };
@@ -138,6 +139,8 @@ private:
     };
 
     const Tensor& tensor(const ModelWeight& weight) const { return *by_weight_.at(&weight); }
+    // At the end of a reader's buffer, for one row of a table as the panel that it is multiplied from.
+    static int64_t panel_room(const Tensor& t) { return t.place.packed ? 0 : (t.panel_bytes + 63) / 64 * 64; }
     void allocate();
     void lay_out(Unit& unit, std::vector<Part> parts, int64_t near) const;
     void cut(Unit& unit, const Part& part) const;

@@ -135,7 +135,7 @@ void WeightSource::bind(const std::vector<Stage>& stages, const StreamPlan& plan
     slots_.resize(std::min(cycle_.size(), static_cast<size_t>(plan.slots)));
     allocate();
     for (const auto& t : tensors_)
-        if (const int64_t span = t->place.packed ? t->panel_bytes : t->row_bytes;
+        if (const int64_t span = t->place.packed ? t->panel_bytes : t->row_bytes + panel_room(*t);
             span + 2 * kSector > static_cast<int64_t>(loader_->buffer_bytes()))
             refuse("a row of '" + t->name + "' does not fit into a reader's buffer");
 }
@@ -192,10 +192,14 @@ void WeightSource::bind_stage(int32_t index, const Stage& stage, const StreamPla
                 head = &t;
             for (int64_t m = 0; m < t.matrices(); ++m)
                 (op.kind == OpKind::kEmbed ? tables : parts).push_back({&t, m, 0, t.rows, 0});
+            found->second->table = found->second->table || op.kind == OpKind::kEmbed;
         }
     const auto keep = [&](const std::vector<Part>& list) {
-        for (const Part& p : list)
+        for (const Part& p : list) {
+            if (p.tensor->table && !plan.pin_tables)
+                refuse("'" + p.tensor->name + "' is pinned, and a table whose rows come from the file"); // the table is asked first
             by_weight_.at(p.tensor->weight.get())->kept = true;
+        }
     };
     if (plan.pin_tables && !tables.empty()) {
         keep(tables);

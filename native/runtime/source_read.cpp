@@ -61,7 +61,7 @@ void WeightSource::read_rows(const ModelWeight& table, const std::vector<std::pa
     const Tensor& t = tensor(table);
     const int64_t group = t.place.packed ? 16 : 1, bytes = t.place.packed ? t.panel_bytes : t.row_bytes,
                   stride = t.place.packed ? t.panel_bytes : t.place.row_stride;
-    const int64_t room = std::min<int64_t>(kRowsSpan, static_cast<int64_t>(loader_->buffer_bytes()) - 2 * kSector);
+    const int64_t room = std::min<int64_t>(kRowsSpan, static_cast<int64_t>(loader_->buffer_bytes()) - 2 * kSector - panel_room(t));
     // Tasks: ranges of the list whose bytes lie near to each other.
     std::vector<size_t> bounds{0};
     for (size_t i = 1; i < rows.size(); ++i) {
@@ -94,11 +94,11 @@ int64_t WeightSource::fetch_rows(const Tensor& t, const std::vector<std::pair<in
     }
     const int64_t at = t.place.offset + first * t.place.row_stride;
     const int64_t got = read(t, at, (last - first) * t.place.row_stride + t.row_bytes, buffer);
-    const std::shared_ptr<uint8_t> panel = sector_memory(static_cast<size_t>(t.panel_bytes));
+    uint8_t* panel = buffer + loader_->buffer_bytes() - panel_room(t);
     Weight w = weight_shape(t.ggml_type, 1, t.cols);
-    w.data = panel.get();
+    w.data = panel;
     for (size_t i = begin; i < end; ++i) {
-        pack(t, buffer + (at - sector_begin(at)) + (rows[i].first - first) * t.place.row_stride, 1, panel.get());
+        pack(t, buffer + (at - sector_begin(at)) + (rows[i].first - first) * t.place.row_stride, 1, panel);
         dequantize_rows(w, 0, 1, rows[i].second);
     }
     return got;

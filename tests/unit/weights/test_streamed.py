@@ -136,6 +136,16 @@ def test_memory_is_asked_for_before_it_is_taken_and_given_back(path: Path) -> No
     assert accountant.total_bytes == 0
 
 
+def test_a_table_is_not_pinned_as_a_head_alone(tmp_path: Path) -> None:
+    """Its rows would be looked for in memory before the head brings it there."""
+    read, layout = model(CASES["qwen3"].write(tmp_path / "tied.gguf"))
+    graph = build_graph(read.config, read.family, read.tensors)
+    weights = StreamedWeights(graph, layout, plan(pinned=(len(graph.stages) - 1,))(graph, packed_sizes(read.tensors)), Accountant(), 1)
+    with pytest.raises(ValueError, match=r"'token_embd\.weight' is pinned, and a table whose rows come from the file"):
+        bind_model(graph, weights)
+    weights.close()
+
+
 def test_a_vector_that_is_not_finite_is_refused(path: Path) -> None:
     read, layout = model(path)
     offset = layout.tensors["blk.0.attn_norm.weight"].offset
