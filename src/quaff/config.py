@@ -335,7 +335,8 @@ class Workload:
     """What a model inside a memory budget is planned for; more than that is taken while there is room.
 
     `positions` of each of `sequences`, or a function of the tokenizer that counts them (None: the context, at most 4,096), and
-    `logits_rows` rows of logits in a step (None: 16 MiB of them). `spare_bytes` are left for what the caller does beside.
+    `logits_rows` rows of logits in a step, at most one for each position (None: 16 MiB of them). `spare_bytes` are left for what the
+    caller does beside.
     """
 
     positions: int | Callable[[Any], int] | None = None

@@ -88,8 +88,13 @@ def plan_sentence(plan: Plan) -> str:
     if plan.resident:
         return f"all weights, {human_bytes(plan.weight_bytes)}, stay in memory"
     passes = -(-plan.positions * plan.sequences // plan.pass_rows)
+    alone = (
+        f"; of experts a token alone chooses so few that it reads {human_bytes(plan.token_bytes)}"
+        if plan.token_bytes < plan.pass_bytes
+        else ""
+    )
     return (
         f"weights are streamed layer by layer: {human_bytes(plan.weight_bytes)} are read once, then {human_bytes(plan.pass_bytes)} in "
         f"every pass over the model; {plan.positions:,} tokens take {counted(passes, 'pass', 'passes')} of at most {plan.pass_rows:,} "
-        "rows, and every generated token takes one, which all sequences share"
+        f"rows, and every generated token takes one, which all sequences share{alone}"
     )

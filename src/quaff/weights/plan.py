@@ -15,6 +15,10 @@ PANEL_ROWS = 16
 """Rows of a packed panel (NUMERICS 8): blocks of the head are whole panels."""
 SLOTS = 2
 """One is computed with while the other is filled; memory beyond that saves more bytes as a pin."""
+EXPERTS_BYTES = 32 << 20
+"""Of experts two groups of half of this, or one expert in each: one computes while the other is read (native/runtime/source.h)."""
+SECTOR_BYTES = 4096
+"""Direct reads begin and end at multiples of it."""
 READ_BUFFER_BYTES = 8 << 20
 """Aligned memory into which the reader reads before it packs, all of it together."""
 
@@ -23,7 +27,8 @@ READ_BUFFER_BYTES = 8 << 20
 class Unit:
     """Weights of one stage, sizes as packed. `names` are loaded together; of `experts`, stacks of matrices, those that rows chose.
 
-    `expert_bytes` is the largest sum of one expert's matrices. Vectors, biases and token tables are in no unit.
+    `expert_bytes` is the sum of one expert's matrices, `experts_used` how many a row chooses. Vectors, biases and token tables are in no
+    unit.
     """
 
     stage: int
@@ -32,10 +37,22 @@ class Unit:
     experts: tuple[str, ...] = ()
     experts_bytes: int = 0
     expert_bytes: int = 0
+    experts_used: int = 0
 
     @property
     def all_bytes(self) -> int:
         return self.nbytes + self.experts_bytes
+
+    @property
+    def row_bytes(self) -> int:
+        """Of those that one row reads."""
+        return self.nbytes + self.experts_used * self.expert_bytes
+
+    @property
+    def kept_bytes(self) -> int:
+        """Where it stays: an expert's matrix may begin and end within a sector."""
+        matrices = len(self.experts) * (self.experts_bytes // self.expert_bytes) if self.experts else 0
+        return self.all_bytes + 2 * SECTOR_BYTES * matrices
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +111,11 @@ class Plan:
         """Packed bytes that a pass streams once what is pinned has been read; of mixtures, if rows choose every expert."""
         return 0 if self.resident else sum(unit.all_bytes for unit in self.units if unit.stage not in self.pinned)
 
+    @property
+    def token_bytes(self) -> int:
+        """Packed bytes that a generated token streams where it has a pass to itself; rows of token tables left out."""
+        return 0 if self.resident else sum(unit.row_bytes for unit in self.units if unit.stage not in self.pinned)
+
     def disk_bytes(self, passes: int, tail: int) -> int:
         """Packed bytes that reading a prompt in so many passes takes, the first of which reads what is pinned too; 0 where nothing is
         streamed. Stages from `tail` on are needed for the last row alone, and so by one of the passes."""
@@ -108,6 +130,7 @@ class Plan:
             **plain,
             "pinned_stages": sorted(self.pinned),
             "pass_bytes": self.pass_bytes,
+            "token_bytes": self.token_bytes,
             "planned_bytes": self.planned_bytes,
             "items": [{"what": item.what, "bytes": item.nbytes} for item in self.items],
         }
@@ -152,6 +175,7 @@ def units_of(graph: Graph, sizes: Mapping[str, int]) -> tuple[Unit, ...]:
             stage.expert_weights,
             sum(sizes[name] for name in stage.expert_weights),
             sum(sizes[name] for name in stage.expert_weights) // max(1, stage.experts[0]),
+            stage.experts[1],
         )
         for index, stage in enumerate(graph.stages)
     )

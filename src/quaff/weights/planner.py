@@ -1,22 +1,23 @@
 """Divides a budget of memory: what a model needs at least, then what the rest is best spent on.
 
 When the budget is short, things shrink in this order: the prefix cache, pinned units, memory for experts, rows of logits in a step, the row
-block of the head, the chunk, and last the rows of a pass, since every further pass reads the file once more.
+block of the head, the chunk, and last the rows of a pass, since every further pass reads the file once more. Each is at its least before
+the next one shrinks: so a larger budget never reads more.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Literal
+from typing import Any, Literal
 
 from quaff.batch import PAGE
 from quaff.config import Memory, Workload
 from quaff.errors import ConfigError, MemoryBudgetError
 from quaff.graph.program import Graph, OpKind
 from quaff.weights.budget import human_bytes, process_memory_bytes, usable_memory_bytes
-from quaff.weights.plan import PANEL_ROWS, READ_BUFFER_BYTES, SLOTS, Item, Plan, units_of
+from quaff.weights.plan import EXPERTS_BYTES, PANEL_ROWS, READ_BUFFER_BYTES, SLOTS, Item, Plan, Unit, units_of
 
 MARGIN_BYTES = 32 << 20
 """For what Python, its libraries and the system's allocator take beside what is counted."""
@@ -26,6 +27,8 @@ CHUNK_ROWS, LEAST_CHUNK_ROWS = 512, 64
 HEAD_BLOCK_BYTES, LEAST_HEAD_ROWS = 8 << 20, 64
 # Rows that one tile of attention takes at most on any instruction set, and f32 words beside its values.
 TILE_ROWS, TILE_WORDS = 6, 32
+# Its multiples, modulo one, are spread evenly, however many there are.
+GOLDEN_RATIO = 0.6180339887498949
 # Of a workload that says nothing else.
 POSITIONS, LOGITS_BYTES = 4096, 16 << 20
 
@@ -69,13 +72,13 @@ def make_ask(
             raise ConfigError("the system does not tell how much memory is free; give a size instead of auto")
         memory = resident + usable
     asked = workload.positions(tokenizer) if callable(workload.positions) else workload.positions
-    positions = min(context, asked or POSITIONS)
+    positions = max(1, min(context, asked or POSITIONS))
     return Ask(
         memory_bytes=memory,
         base_bytes=resident + MARGIN_BYTES + workload.spare_bytes,
-        positions=max(1, positions),
+        positions=positions,
         sequences=workload.sequences,
-        logits_rows=workload.logits_rows or max(1, min(positions, LOGITS_BYTES // (4 * vocab))),
+        logits_rows=max(1, min(positions * workload.sequences, workload.logits_rows or LOGITS_BYTES // (4 * vocab))),
         chunk=chunk,
         threads=threads,
         reading_bytes=reading_bytes,
@@ -95,6 +98,17 @@ class _Draft:
     embedding: Literal["pinned", "rows"] = "rows"
     pinned: frozenset[int] = frozenset()
     prefix_cache_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class _Pin:
+    """A unit that could stay, or the token tables: its bytes, those that a generated token saves, and those of the slot it needs else."""
+
+    stage: int
+    nbytes: int
+    saved_bytes: int
+    slot_bytes: int
+    tables: bool = False
 
 
 def make_plan(graph: Graph, sizes: Mapping[str, int], kv_bytes: Callable[[int, int], int], ask: Ask) -> Plan:
@@ -123,52 +137,87 @@ class _Planner:
         self.head_rows = _up(graph.config.vocab, PANEL_ROWS)
 
     def plan(self) -> Plan:
-        draft = self._resident(self._chunks()[0])
-        if not self._fits(draft):
-            # Of a model smaller than the reader's buffers, all weights take less than a part of them.
-            least = min(self._least(), self._resident(self._chunks()[-1]), key=self._total)
+        draft = self._first(self._residents())
+        if draft is None:
+            least = self._least()
             if not self._fits(least):
-                raise MemoryBudgetError(self._refusal(least))
-            draft = least if least.resident else self._with_pins(self._grown(least))
+                # Of a model smaller than the reader's buffers, all weights take less than a part of them.
+                raise MemoryBudgetError(self._refusal(min(least, *self._residents(), key=self._total)))
+            draft = self._streamed(least)
         left = self.ask.memory_bytes - self._total(draft)
         return self._finish(replace(draft, prefix_cache_bytes=min(self.ask.prefix_cache_bytes, left)))
 
     # Choices
 
-    def _resident(self, chunk: int) -> _Draft:
-        rows = min(self.rows, max(chunk, self.ask.block_rows // chunk * chunk))
-        logits_rows = self.ask.logits_rows if chunk == self._chunks()[0] else 1
-        return _Draft(True, rows, chunk, self.head_rows, logits_rows)
+    def _residents(self) -> Iterator[_Draft]:
+        """All weights in memory, which small cells are a low price for."""
+        for chunk in self._chunks():
+            rows = min(self.rows, max(chunk, self.ask.block_rows // chunk * chunk))
+            for logits_rows in _halves(self.ask.logits_rows):
+                yield _Draft(True, rows, chunk, self.head_rows, logits_rows)
 
     def _least(self) -> _Draft:
         chunk = self._chunks()[-1]
         experts = SLOTS * max(unit.expert_bytes for unit in self.units)
         return _Draft(False, min(self.rows, max(chunk, PAGE)), chunk, self._head_blocks()[-1], expert_slot_bytes=experts)
 
-    def _grown(self, draft: _Draft) -> _Draft:
+    def _streamed(self, least: _Draft) -> _Draft:
         """Each choice as large as the budget allows with the later ones at their least: what is chosen first shrinks last."""
-        draft = self._first(replace(draft, pass_rows=rows) for rows in self._passes(draft.pass_rows))
-        draft = self._first(replace(draft, chunk=chunk) for chunk in self._chunks() if chunk <= max(draft.pass_rows, draft.chunk))
-        draft = self._first(replace(draft, head_rows=rows) for rows in self._head_blocks())
-        draft = self._first(replace(draft, logits_rows=rows) for rows in _halves(self.ask.logits_rows))
-        most = max(unit.experts_bytes for unit in self.units)
-        experts = [size for size in _halves(most) if size > draft.expert_slot_bytes]
-        draft = self._first(replace(draft, expert_slot_bytes=size) for size in [*experts, draft.expert_slot_bytes])
-        tied = draft.pinned | {self.head.stage} if self.tied else draft.pinned
-        return self._first(iter((replace(draft, embedding="pinned", pinned=tied), draft)))
+        draft, whole = least, True
+        for name, sizes in (
+            ("pass_rows", self._passes(least.pass_rows)),
+            ("chunk", self._chunks()),
+            ("head_rows", self._head_blocks()),
+            ("logits_rows", _halves(self.ask.logits_rows)),
+            ("expert_slot_bytes", self._expert_sizes(least.expert_slot_bytes)),
+        ):
+            changes: list[dict[str, Any]] = [{name: size} for size in sizes]
+            drafts = [replace(draft, **change) for change in changes]
+            draft = self._first(d for d in drafts if d.chunk <= max(d.pass_rows, least.chunk)) or draft
+            whole = whole and draft == drafts[0]
+        if not whole:
+            return draft
+        if self.table_bytes > self._slot_bytes(least):
+            return self._pinned(draft)
+        # A row that is read for every token is a wait at the head of every pass: worth a unit, but not more.
+        kept = self._with_tables(draft)
+        return self._pinned(kept) if self._fits(kept) else draft
 
-    def _with_pins(self, draft: _Draft) -> _Draft:
-        for unit in self.units:
-            more = replace(draft, pinned=draft.pinned | {unit.stage})
-            if unit.all_bytes and self._fits(more):
-                draft = more
-        return draft
+    def _with_tables(self, draft: _Draft) -> _Draft:
+        """A head that is a table stays with it."""
+        return replace(draft, embedding="pinned", pinned=draft.pinned | ({self.head.stage} if self.tied else set()))
 
-    def _first(self, drafts: Iterator[_Draft]) -> _Draft:
-        for draft in drafts:
-            if self._fits(draft):
-                return draft
-        raise AssertionError("the last of the drafts fits")
+    def _pinned(self, draft: _Draft) -> _Draft:
+        """Slots get smaller when all that is larger stays: of every size of slots, that whose pins save most."""
+        free = self.ask.memory_bytes - self._total(draft) + SLOTS * self._slot_bytes(draft)
+        pins = self._pins(draft)
+        best, most = draft, (-1, False)
+        for slot_bytes in sorted({0, *(pin.slot_bytes for pin in pins)}, reverse=True):
+            left = free - SLOTS * slot_bytes - sum(pin.nbytes for pin in pins if pin.slot_bytes > slot_bytes)
+            taken = [pin for pin in pins if pin.slot_bytes > slot_bytes]
+            for pin in pins:
+                if pin.slot_bytes <= slot_bytes and pin.nbytes <= left:
+                    taken.append(pin)
+                    left -= pin.nbytes
+            saved = sum(pin.saved_bytes for pin in taken), any(pin.tables for pin in taken)
+            if left >= 0 and saved > most:
+                best, most = replace(draft, pinned=draft.pinned.union(pin.stage for pin in taken if not pin.tables)), saved
+                best = self._with_tables(best) if saved[1] else best
+        return best
+
+    def _pins(self, draft: _Draft) -> list[_Pin]:
+        """What can stay, best first: what saves most for its size, and of that the stages in an order that takes them from all of the model
+        by turns: the disk works while what stays computes."""
+        units = [unit for unit in self.units if unit.all_bytes and not (unit is self.head and self.tied)]
+        pins = [_Pin(unit.stage, unit.kept_bytes, unit.row_bytes, self._in_slot(unit, draft)) for unit in units]
+        if draft.embedding == "rows":
+            # Rows of tables are next to nothing, but the head, where it is a table, is a unit as others are.
+            head = (self.head.row_bytes, self._in_slot(self.head, draft)) if self.tied else (0, 0)
+            pins.append(_Pin(self.head.stage, self.table_bytes, *head, tables=True))
+        return sorted(pins, key=lambda pin: (-pin.saved_bytes / pin.nbytes, pin.stage * GOLDEN_RATIO % 1))
+
+    def _first(self, drafts: Iterable[_Draft]) -> _Draft | None:
+        return next((draft for draft in drafts if self._fits(draft)), None)
 
     def _passes(self, least: int) -> list[int]:
         """Rows of a pass, all at once first, then as evenly as so many passes allow."""
@@ -180,6 +229,10 @@ class _Planner:
             return [self.ask.chunk]
         return [min(chunk, self.rows) for chunk in _halves(CHUNK_ROWS) if chunk >= LEAST_CHUNK_ROWS]
 
+    def _expert_sizes(self, least: int) -> list[int]:
+        most = max(least, min(EXPERTS_BYTES, max(unit.experts_bytes for unit in self.units)))
+        return [*(size for size in _halves(most) if least < size <= most), least]
+
     def _head_blocks(self) -> list[int]:
         """Blocks as large as the largest unit cost nothing: the slot is there."""
         row_bytes = max(1, self.head.nbytes // self.head_rows)
@@ -190,14 +243,15 @@ class _Planner:
     # Prices
 
     def _slot_bytes(self, draft: _Draft) -> int:
-        sizes = [unit.nbytes for unit in self.units[:-1] if unit.stage not in draft.pinned]
-        if self.head.stage not in draft.pinned:
-            sizes.append(-(-self.head.nbytes * draft.head_rows // self.head_rows))
-        return 0 if draft.resident else max(sizes, default=0)
+        left = (unit for unit in self.units if unit.stage not in draft.pinned)
+        return 0 if draft.resident else max((self._in_slot(unit, draft) for unit in left), default=0)
+
+    def _in_slot(self, unit: Unit, draft: _Draft) -> int:
+        return -(-unit.nbytes * draft.head_rows // self.head_rows) if unit is self.head else unit.nbytes
 
     def _pinned_bytes(self, draft: _Draft) -> int:
         table = {self.head.stage} if self.tied and draft.embedding == "pinned" else set()
-        return sum(self.units[stage].all_bytes for stage in draft.pinned - table)
+        return sum(self.units[stage].kept_bytes for stage in draft.pinned - table)
 
     def _expert_bytes(self, draft: _Draft) -> int:
         """Memory for experts: none where every mixture is pinned."""

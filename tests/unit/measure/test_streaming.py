@@ -53,4 +53,8 @@ def test_the_list_ends_with_what_is_free_and_the_budget() -> None:
     lines = plan_markdown(plan())
     assert lines[-4].startswith("| free | 100 |") and lines[-3].startswith("| budget | 1,000 |")
     assert "3 passes of at most 100 rows" in plan_sentence(plan())
+    assert "a token alone" not in plan_sentence(plan())
+    mixture = plan(units=(Unit(0, (), 0), Unit(1, ("a",), 300), Unit(2, ("b",), 100, ("c",), 400, 50, 2)))
+    assert (mixture.pass_bytes, mixture.token_bytes) == (500, 200)
+    assert plan_sentence(mixture).endswith("a token alone chooses so few that it reads 200 B")
     assert "stay in memory" in plan_sentence(plan(resident=True))

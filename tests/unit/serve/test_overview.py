@@ -46,7 +46,7 @@ def test_it_says_who_may_come_in(tiny: Path, host: str, key: str | None, words: 
 
 
 def test_it_says_that_streamed_weights_are_read_in_every_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = Tiny(dim=256, ffn_dim=1024, layers=3, heads=4, head_dim=64, kv_heads=2, tied=False).write(tmp_path / "model.gguf")
+    path = Tiny(dim=256, ffn_dim=1024, layers=8, heads=4, head_dim=64, kv_heads=2, tied=False).write(tmp_path / "model.gguf")
     monkeypatch.setattr(planner, "process_memory_bytes", lambda: (100 << 20, 100 << 20))
     for module in (planner, streamed):
         monkeypatch.setattr(module, "READ_BUFFER_BYTES", 128 << 10)
