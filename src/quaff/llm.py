@@ -54,7 +54,7 @@ from quaff.models import ReadModel, read_model
 from quaff.models.huggingface import open_model
 from quaff.schedule import Order, choose_order, default_chunk
 from quaff.tokenizer import Tokenizer
-from quaff.weights.budget import Accountant, human_bytes, process_memory_bytes, usable_memory_bytes
+from quaff.weights.budget import Accountant, human_bytes, memory_limit_bytes, process_memory_bytes, usable_memory_bytes
 from quaff.weights.layout import model_layout
 from quaff.weights.plan import Plan
 from quaff.weights.planner import make_ask, make_plan
@@ -508,6 +508,11 @@ class LLM:
     def _make_plan(self, model: ReadModel, cache: PageCache, threads: int, memory: Memory | None, workload: Workload) -> Plan | None:
         if memory is None:
             return None
+        limit = memory_limit_bytes()
+        if memory != "auto" and limit is not None and limit < memory:
+            raise MemoryBudgetError(
+                f"the budget is {human_bytes(memory)}, but the control group of this process has {human_bytes(limit)}; give less, or auto"
+            )
         reading = max(view.scratch_bytes for view in model.views.values())
         config = self.engine_config
         ask = make_ask(memory, workload, self.tokenizer, self.context, self.config.vocab, config.chunk, threads, reading)
@@ -781,7 +786,7 @@ class LLM:
         )
 
     def score(self, prompt: Prompt, *, progress: Progress | None = None) -> Score:
-        """Log-probability of every token after the first. Logits are made in blocks of at most 64 MiB, whatever the length."""
+        """Log-probability of every token after the first. Logits are made in blocks of 64 MiB, or of what a memory plan allows."""
         tokens = self.encode(prompt)
         if len(tokens) < 2:
             raise PromptError("scoring needs at least two tokens: the first one is given")

@@ -32,6 +32,7 @@ from quaff.engine.speculate import Lookup
 from quaff.errors import MemoryBudgetError, NonFiniteError
 from quaff.graph.program import Graph, OpKind
 from quaff.schedule import Order
+from quaff.weights.budget import human_bytes, memory_limit_bytes
 from quaff.weights.plan import Plan, StreamCounters
 
 T = TypeVar("T")
@@ -414,6 +415,8 @@ class Engine:
     def _step(self, on_work: Callable[[int], None] | None) -> None:
         self.runner.control.reset()
         self._sweep()
+        if self.plan is not None and (self._waiting or not self.plan.resident):
+            self._heed_limit(self.plan)
         self._extend()
         self._admit()
         if self._drafts:
@@ -460,6 +463,25 @@ class Engine:
             self._running = ()
         if raised:
             raise raised[0]
+
+    def _heed_limit(self, plan: Plan) -> None:
+        """The system may allow this process less than when the plan was made, or as much again: so does the accountant from now on. Where
+        more than that is in use the caches give way, then the requests that came last: better a clear error than to be killed."""
+        limit, accountant = memory_limit_bytes(), self.cache.accountant
+        allowed = plan.memory_bytes if limit is None else min(limit, plan.memory_bytes)
+        accountant.limit_bytes = allowed - plan.base_bytes
+        if allowed == plan.memory_bytes:
+            return
+        if accountant.reclaim is not None and not accountant.fits(0):
+            accountant.reclaim(accountant.total_bytes - accountant.limit_bytes)
+        while self._requests and not accountant.fits(0):
+            used = human_bytes(plan.base_bytes + accountant.total_bytes)
+            error = MemoryBudgetError(
+                f"the system allows this process {human_bytes(allowed)} by now, but {used} are in use or kept as a margin; "
+                "raise the limit of its control group, or load the model again with a smaller memory (--memory)"
+            )
+            self._fail(max(self._requests.values(), key=lambda r: (r.admitted, r.id)), error)
+            self._forget_done()
 
     def _guess(self) -> None:
         """Drafts for those that decode, as many as all of them together may have."""
@@ -520,9 +542,12 @@ class Engine:
         for request in cancelled:
             self._finish(request, "cancelled")
         if cancelled:
-            self._waiting = deque(r for r in self._waiting if not r.done)
+            self._forget_done()
         while self._orphans:
             self.cache.free(self._orphans.popleft())
+
+    def _forget_done(self) -> None:
+        self._waiting = deque(r for r in self._waiting if not r.done)
 
     def _admit(self) -> None:
         held_back = []

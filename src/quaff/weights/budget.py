@@ -32,6 +32,17 @@ def usable_memory_bytes() -> int | None:
     return None if available is None else available * 9 // 10
 
 
+def memory_limit_bytes(root: Path = Path("/")) -> int | None:
+    """The smallest limit of the control groups that this process is in, whatever is in use; None where there is none."""
+    limits = []
+    for folder, limit, _, _ in _control_groups(root):
+        try:
+            limits.append(int((folder / limit).read_text()))
+        except (OSError, ValueError):
+            continue
+    return min(limits, default=None)
+
+
 def _control_groups(root: Path) -> Iterator[tuple[Path, str, str, str]]:
     """(folder, names of its limit and usage, its field of idle page cache) of the groups that this process is in, each with those above."""
     try:

@@ -11,8 +11,10 @@ from tests.tiny import Tiny
 
 import quaff
 from quaff import LLM, SamplingParams
+from quaff.engine import engine
 from quaff.errors import CheckpointError, MemoryBudgetError, UnsupportedError
 from quaff.weights import planner, streamed
+from quaff.weights.budget import memory_limit_bytes
 
 PARAMS = SamplingParams(max_tokens=4, ignore_eos=True)
 TOKENS = [(i * 37) % 300 for i in range(90)]
@@ -20,7 +22,7 @@ TOKENS = [(i * 37) % 300 for i in range(90)]
 
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
-    return Tiny(dim=256, ffn_dim=1024, layers=3, heads=4, head_dim=64, kv_heads=2, tied=False).write(tmp_path / "model.gguf")
+    return Tiny(dim=256, ffn_dim=1024, layers=8, heads=4, head_dim=64, kv_heads=2, tied=False).write(tmp_path / "model.gguf")
 
 
 @pytest.fixture
@@ -68,6 +70,67 @@ def test_a_stream_ends_with_the_error_after_the_text_it_had(llm: LLM, path: Path
         for _ in stream:
             pass
     assert request.generated == 3 and request.finish_reason == "error"
+
+
+@pytest.fixture
+def group(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The file with the memory limit of this process's control group."""
+    (tmp_path / "proc/self").mkdir(parents=True)
+    (tmp_path / "proc/self/cgroup").write_text("0::/job\n")
+    limit = tmp_path / "sys/fs/cgroup/job/memory.max"
+    limit.parent.mkdir(parents=True)
+    limit.write_text("max\n")
+    monkeypatch.setattr(engine, "memory_limit_bytes", lambda: memory_limit_bytes(tmp_path))
+    return limit
+
+
+def test_a_limit_that_is_lowered_ends_requests_until_it_is_raised(llm: LLM, group: Path) -> None:
+    assert llm.plan is not None
+    expected = llm.generate(TOKENS, PARAMS).tokens
+    group.write_text(f"{llm.plan.memory_bytes}\n")
+    first = llm.prefill(TOKENS[:70])
+    before = first.kv_sha256
+    group.write_text(f"{llm.plan.base_bytes + (1 << 20)}\n")
+    with pytest.raises(MemoryBudgetError, match=r"allows this process [0-9.]+ MiB by now, but [0-9.]+ MiB are in use"):
+        llm.generate(TOKENS, PARAMS, state=first.state)
+    several = llm.generate([TOKENS, TOKENS[:5]], PARAMS)
+    assert [type(c.error) for c in several] == [MemoryBudgetError] * 2 and not any(c.tokens for c in several)
+    group.write_text("max\n")
+    assert first.kv_sha256 == before
+    assert llm.generate(TOKENS, PARAMS, state=first.state).tokens == expected
+    first.state.close()
+
+
+def test_a_limit_that_is_lowered_ends_a_stream_after_the_text_it_had(llm: LLM, group: Path) -> None:
+    assert llm.plan is not None
+    stream = llm.stream(TOKENS, SamplingParams(max_tokens=8, ignore_eos=True))
+    request = stream._request
+    while request.generated < 3:
+        llm.engine.step()
+    group.write_text(f"{llm.plan.base_bytes}\n")
+    with pytest.raises(MemoryBudgetError, match="allows this process"):
+        for _ in stream:
+            pass
+    assert request.generated == 3 and request.finish_reason == "error"
+
+
+def test_a_cache_gives_way_to_a_limit_that_is_lowered(path: Path, group: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Requests are not refused for what was kept in case it comes again. Nothing is streamed: the limit counts when a request comes."""
+    monkeypatch.setattr(planner, "process_memory_bytes", lambda: (100 << 20, 100 << 20))
+    with quaff.load(path, threads=1, memory=256 << 20, context=128, prefix_cache_bytes=4 << 20) as llm:
+        assert llm.plan is not None and llm.engine.prefix is not None and not llm.streamed
+        expected = [llm.generate([i, *TOKENS], PARAMS).tokens for i in range(3)]
+        assert not llm.engine.prefix.counters.evicted_bytes
+        group.write_text(f"{llm.plan.base_bytes + llm.accountant.total_bytes - 1}\n")
+        assert [llm.generate([i, *TOKENS], PARAMS).tokens for i in range(3)] == expected
+        assert llm.engine.prefix.counters.evicted_bytes
+
+
+def test_a_budget_beyond_the_limit_is_refused(path: Path, group: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("quaff.llm.memory_limit_bytes", engine.memory_limit_bytes)
+    group.write_text(f"{1 << 30}\n")
+    with pytest.raises(MemoryBudgetError, match=r"the budget is 2\.0 GiB, but the control group of this process has 1\.0 GiB"):
+        quaff.load(path, threads=1, memory="2GiB")
 
 
 def test_embeddings_say_what_they_need(llm: LLM) -> None:

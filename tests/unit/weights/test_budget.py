@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from quaff.errors import MemoryBudgetError
-from quaff.weights.budget import Accountant, available_memory_bytes, process_memory_bytes
+from quaff.weights.budget import Accountant, available_memory_bytes, memory_limit_bytes, process_memory_bytes
 
 
 def machine(root: Path, free_kilobytes: int, groups: str, files: dict[str, str]) -> Path:
@@ -57,7 +57,19 @@ def test_a_group_that_is_full_leaves_nothing(tmp_path: Path) -> None:
 
 
 def test_a_system_that_does_not_tell(tmp_path: Path) -> None:
-    assert available_memory_bytes(tmp_path) is None
+    assert available_memory_bytes(tmp_path) is None and memory_limit_bytes(tmp_path) is None
+
+
+def test_a_limit_is_the_smallest_of_all_groups(tmp_path: Path) -> None:
+    """Whatever is in use, and read anew each time."""
+    files = {"a/memory.max": "3000000", "a/memory.current": "2999999", "a/b/memory.max": "max"}
+    root = machine(tmp_path, 4096, "0::/a/b\n", files)
+    assert memory_limit_bytes(root) == 3_000_000
+    (root / "sys/fs/cgroup/a/b/memory.max").write_text("2000\n")
+    assert memory_limit_bytes(root) == 2000
+    for name in ("a", "a/b"):
+        (root / "sys/fs/cgroup" / name / "memory.max").write_text("max\n")
+    assert memory_limit_bytes(root) is None
 
 
 def test_memory_of_this_process() -> None:
