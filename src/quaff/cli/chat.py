@@ -7,9 +7,8 @@ from typing import Annotated
 
 import typer
 
-from quaff.cli.console import Bar, argument_text, decode, note
+from quaff.cli.console import Bar, argument_text, decode, note, reading
 from quaff.cli.options import MaxTokens, Memory, Model, Quantize, Seed, Temperature, Threads
-from quaff.cli.run import reading
 from quaff.errors import PromptError
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -14,6 +14,8 @@ from quaff.measure.table import render
 
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
+
+    from quaff.llm import LLM
 
 BAR_AFTER_SECONDS = 1.0
 
@@ -111,3 +113,8 @@ class Bar:
         if self._shown is not None:
             self._shown.stop()
         self._shown = self._task = None
+
+
+def reading(bar: Bar, llm: LLM, label: str = "reading the prompt") -> Callable[[int, int], None]:
+    """Progress of a prompt; where weights are streamed it says what it waits for."""
+    return lambda done, total: bar.step(label, done, total, f"{llm.bound} bound" if llm.bound else "")

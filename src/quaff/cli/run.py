@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from quaff.cli.console import Bar, note, print_json, read_prompt
+from quaff.cli.console import Bar, note, print_json, read_prompt, reading
 from quaff.cli.options import Chunk, Json, MaxTokens, Memory, Model, Quantize, Raw, Schedule, Seed, Store, Temperature, Threads
 
 if TYPE_CHECKING:
@@ -74,11 +73,6 @@ def run(
                 note(f"{stream.completion.cached_tokens:,} of {stream.completion.prompt_tokens:,} tokens came from disk")
             if llm.streaming is not None:
                 note(llm.streaming.sentence())
-
-
-def reading(bar: Bar, llm: LLM) -> Callable[[int, int], None]:
-    """Progress of a prompt; where weights are streamed it says what it waits for."""
-    return lambda done, total: bar.step("reading the prompt", done, total, f"{llm.bound} bound" if llm.bound else "")
 
 
 def prompt_tokens(tokenizer: Tokenizer, text: str, raw: bool) -> list[int]:

@@ -7,8 +7,8 @@ from typing import Annotated
 
 import typer
 
-from quaff.cli.console import Bar, print_json, read_prompt
-from quaff.cli.options import Chunk, Json, Model, Quantize, Schedule, Threads
+from quaff.cli.console import Bar, note, print_json, read_prompt, reading
+from quaff.cli.options import MOST_COUNTED, Chunk, Json, Memory, Model, Quantize, Schedule, Threads
 
 
 def score(
@@ -17,17 +17,33 @@ def score(
     each: Annotated[bool, typer.Option("--each", help="Print every token with its log-probability.")] = False,
     threads: Threads = None,
     chunk: Chunk = None,
-    schedule: Schedule = "chunk",
+    schedule: Schedule = None,
+    memory: Memory = None,
     quantize: Quantize = None,
     as_json: Json = False,
 ) -> None:
     """Perplexity and log-probabilities of a text."""
+    from quaff.config import Workload
     from quaff.errors import one_line
     from quaff.llm import load
 
     text = read_prompt(None, file)
-    with Bar() as bar, load(model, quantize=quantize, threads=threads, chunk=chunk, schedule=schedule, progress=bar.step) as llm:
-        result = llm.score(text, progress=lambda done, total: bar.step("scoring", done, total))
+    # Every row's logits in one pass, if there is room for them.
+    workload = Workload(lambda tokenizer: len(tokenizer.encode(text)), logits_rows=MOST_COUNTED)
+    with (
+        Bar() as bar,
+        load(
+            model,
+            quantize=quantize,
+            threads=threads,
+            chunk=chunk,
+            schedule=schedule,
+            memory=memory,
+            workload=workload,
+            progress=bar.step,
+        ) as llm,
+    ):
+        result = llm.score(text, progress=reading(bar, llm, "scoring"))
         if as_json:
             print_json(
                 {
@@ -35,6 +51,8 @@ def score(
                     "tokens": list(result.tokens),
                     "logprobs": list(result.logprobs),
                     "seconds": result.seconds,
+                    "memory": llm.plan and llm.plan.as_dict(),
+                    "streaming": llm.streaming and llm.streaming.as_dict(),
                 }
             )
             return
@@ -44,3 +62,5 @@ def score(
         print(f"tokens       {len(result.tokens):,}, the first one given")
         print(f"log-prob     {sum(result.logprobs) / len(result.logprobs):.6f} nats per token")
         print(f"perplexity   {result.perplexity:.4f}")
+        if llm.streaming is not None:
+            note(llm.streaming.sentence())

@@ -65,6 +65,19 @@ def test_run_reports_what_it_streamed(cli: Cli, large: Path) -> None:
     assert streaming["bound"] in ("disk", "compute")
 
 
+def test_score_takes_one_pass(cli: Cli, large: Path, tmp_path: Path) -> None:
+    """Logits of every row are made in it: there is room for them."""
+    text = tmp_path / "text.txt"
+    text.write_text("a few words, and some more of them " * 3)
+    command = ("score", large, text, "--json")
+    budget = f"{smallest(cli, *command) + 6}MiB"
+    report, whole = (json.loads(cli(*command, *more).out) for more in (("--memory", budget), ()))
+    assert report["memory"]["resident"] is False and report["streaming"]["prefill_passes"] == 1
+    assert (report["perplexity"], report["logprobs"]) == (whole["perplexity"], whole["logprobs"])
+    assert whole["memory"] is None and whole["streaming"] is None
+    assert "streamed " in cli("score", large, text, "--memory", budget).err
+
+
 def test_run_says_it_to_people_too(cli: Cli, large: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     budget = smallest(cli, "run", large, "--raw", "words", "--max-tokens", 2) + 12
     monkeypatch.setenv("QUAFF_MEMORY", f"{budget}MiB")
