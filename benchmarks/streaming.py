@@ -36,6 +36,7 @@ from quaff.config import parse_memory
 from quaff.weights.budget import human_bytes
 
 HERE = Path(__file__).parent
+GROUPS = ((Path("/sys/fs/cgroup/memory"), "memory.limit_in_bytes"), (Path("/sys/fs/cgroup"), "memory.max"))
 PEERS_PYTHON = Path("build/peers/bin/python")  # made by `make bench-peers`
 
 
@@ -55,7 +56,10 @@ def cold(engine: str, model: Path, args: argparse.Namespace, group: Path | None 
         if group is not None:
             (group / "cgroup.procs").write_text(str(os.getpid()))
 
-    done = subprocess.run(command, capture_output=True, text=True, check=False, preexec_fn=join)
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False, preexec_fn=join)
+    except (OSError, subprocess.SubprocessError) as error:
+        raise RunError(f"{engine} could not be started: {error}") from None
     if done.returncode == -signal.SIGKILL:
         raise RunError("ended by the kernel, for want of memory")
     if done.returncode != 0:
@@ -69,21 +73,28 @@ def cold(engine: str, model: Path, args: argparse.Namespace, group: Path | None 
 def limited_memory(limit_bytes: int) -> Iterator[Path | None]:
     """A control group with a limit of resident memory and page cache; None where this process may not make one."""
     name = f"quaff-streaming-{os.getpid()}"
-    for base, limit in ((Path("/sys/fs/cgroup/memory"), "memory.limit_in_bytes"), (Path("/sys/fs/cgroup"), "memory.max")):
+    for base, limit in GROUPS:
         group = base / name
         try:
             group.mkdir()
         except OSError:
             continue
         try:
-            (group / limit).write_text(str(limit_bytes))
-            yield group
-            return
-        except OSError:
-            continue
+            if _written(group / limit, limit_bytes):
+                yield group
+                return
         finally:
             group.rmdir()
     yield None
+
+
+def _written(path: Path, number: int) -> bool:
+    """False where the system has no such file, or does not let us."""
+    try:
+        path.write_text(str(number))
+    except OSError:
+        return False
+    return True
 
 
 def say(text: str) -> None:
@@ -102,22 +113,23 @@ def once(args: argparse.Namespace, model: Path) -> dict[str, Any]:
             f"streamed {streams[-1]['prefill_seconds']:.1f} s"
         )
     streamed, resident, budget = streams[-1], residents[-1], int(parse_memory(args.memory))
-    counters = streamed["streaming"]
+    counters, weights = streamed["streaming"], sum(tensor_bytes(model).values())
     floor = [max(read, run["prefill_seconds"]) for read, run in zip(reads, residents, strict=True)]
     ratio = median(run["prefill_seconds"] / least for run, least in zip(streams, floor, strict=True))
     checks = {
         "one_pass": counters["prefill_passes"] == 1,
-        "bytes_once": abs(counters["prefill_bytes"] / streamed["weight_bytes"] - 1) <= 0.01,
+        "bytes_once": abs(counters["prefill_bytes"] / weights - 1) <= 0.01,
         "within_budget": streamed["peak_rss_bytes"] <= 1.05 * budget,
         "same_bits": all(streamed[key] == resident[key] for key in ("logits_sha256", "kv_sha256")),
     }
     say(
-        f"streamed {ratio:.2f}x the longer of reading and computing; {counters['prefill_bytes']:,} of {streamed['weight_bytes']:,} bytes "
+        f"streamed {ratio:.2f}x the longer of reading and computing; {counters['prefill_bytes']:,} of {weights:,} bytes "
         f"in {counters['prefill_passes']} pass; peak {human_bytes(streamed['peak_rss_bytes'])} of {human_bytes(budget)}"
     )
     return {
         "tokens": args.tokens,
         "memory_bytes": budget,
+        "weight_bytes": weights,
         "disk_bytes_per_second": model.stat().st_size / median(reads),
         "read_seconds": reads,
         "resident_prefill_seconds": [run["prefill_seconds"] for run in residents],
@@ -182,10 +194,15 @@ def control(args: argparse.Namespace, model: Path) -> dict[str, Any]:
     return {"tokens": args.tokens, "layer": layer, "token": token, "ratio": ratio, "checks": checks}
 
 
+def tensor_bytes(model: Path) -> dict[str, int]:
+    """As they lie in the file, which is what the disk is asked for."""
+    with open_checkpoint(model) as checkpoint:
+        return {name: view.nbytes for name, view in checkpoint.tensors.items()}
+
+
 def tail_share(model: Path) -> float:
     """Share of a model's bytes that its last layer and its head have, token tables left out."""
-    with open_checkpoint(model) as checkpoint:
-        sizes = {name: view.nbytes for name, view in checkpoint.tensors.items() if not name.startswith("token_embd")}
+    sizes = {name: size for name, size in tensor_bytes(model).items() if not name.startswith("token_embd")}
     last = max(int(name.split(".")[1]) for name in sizes if name.startswith("blk."))
     return sum(n for name, n in sizes.items() if name.startswith((f"blk.{last}.", "output"))) / sum(sizes.values())
 

@@ -49,11 +49,30 @@ def test_a_check_that_fails_is_a_status(model: Path, monkeypatch: pytest.MonkeyP
 RUN = {
     "prefill_seconds": 1.0,
     "streaming": {"prefill_passes": 2, "prefill_bytes": 200},
-    "weight_bytes": 100,
     "peak_rss_bytes": 1,
     "logits_sha256": "a",
     "kv_sha256": "b",
 }
+
+
+@pytest.mark.parametrize("limit", ["memory/", ""])
+def test_no_group_is_left_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: str) -> None:
+    """Whether a limit can be set or not, and whatever happens under it."""
+    root = tmp_path / limit
+    root.mkdir(exist_ok=True)
+    monkeypatch.setattr(streaming, "GROUPS", ((tmp_path / "memory", "memory.limit_in_bytes"), (tmp_path, "memory.max")))
+    with streaming.limited_memory(5 << 20) as group:
+        assert group is not None and group.parent == root
+        for file in group.iterdir():
+            assert file.read_text() == str(5 << 20)
+            file.unlink()  # the kernel's own go with their folder
+    monkeypatch.setattr(streaming, "_written", lambda path, number: False)
+    with streaming.limited_memory(5 << 20) as group:
+        assert group is None
+    monkeypatch.setattr(streaming, "_written", lambda path, number: True)
+    with pytest.raises(FileNotFoundError, match="a run"), streaming.limited_memory(5 << 20):
+        raise FileNotFoundError("a run")
+    assert not [path for path in root.iterdir() if path.name != "memory"]
 
 
 def test_a_budget_that_is_too_small_is_an_error(model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
