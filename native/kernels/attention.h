@@ -350,30 +350,24 @@ template <class V> static void attend_f32(const AttendArgs* args) {
 
 // K is stored transposed, so that a score's chain over d runs with positions in the lanes. The clamp's operand order turns NaN into -65504: pages
 // hold finite values only, and a poisoned row cannot reach others through p = +0.
-template <class V>
-static void kv_write(const float* k, const float* v, uint16_t* kpage, uint16_t* vpage, int64_t dim, int64_t value_dim, int64_t slot) {
+template <class V, typename T>
+static void kv_write(const float* k, const float* v, T* kpage, T* vpage, int64_t dim, int64_t value_dim, int64_t slot) {
     const auto low = V::set(-kF16Max), high = V::set(kF16Max);
+    const auto put = [&](T* to, const float* from) {
+        const auto clamped = V::min(V::max(V::load(from), low), high);
+        if constexpr (sizeof(T) == 2)
+            V::store_f16(to, clamped);
+        else
+            V::store(to, clamped);
+    };
     for (int64_t d = 0; d < dim; d += kLanes) {
-        uint16_t column[kLanes];
-        V::store_f16(column, V::min(V::max(V::load(k + d), low), high));
+        T column[kLanes];
+        put(column, k + d);
         for (int j = 0; j < kLanes; ++j)
             kpage[(d + j) * kPage + slot] = column[j];
     }
     for (int64_t d = 0; d < value_dim; d += kLanes)
-        V::store_f16(vpage + slot * value_dim + d, V::min(V::max(V::load(v + d), low), high));
-}
-
-template <class V>
-static void kv_write_f32(const float* k, const float* v, float* kpage, float* vpage, int64_t dim, int64_t value_dim, int64_t slot) {
-    const auto low = V::set(-kF16Max), high = V::set(kF16Max);
-    for (int64_t d = 0; d < dim; d += kLanes) {
-        float column[kLanes];
-        V::store(column, V::min(V::max(V::load(k + d), low), high));
-        for (int j = 0; j < kLanes; ++j)
-            kpage[(d + j) * kPage + slot] = column[j];
-    }
-    for (int64_t d = 0; d < value_dim; d += kLanes)
-        V::store(vpage + slot * value_dim + d, V::min(V::max(V::load(v + d), low), high));
+        put(vpage + slot * value_dim + d, v + d);
 }
 
 } // namespace quaff::kernels
