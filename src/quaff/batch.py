@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
+from operator import add, sub
+from typing import Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -60,7 +63,25 @@ class Batch:
 
 
 @dataclass(frozen=True, slots=True)
-class Counters:
+class Sums:
+    """What counters have in common: they are added and subtracted field by field."""
+
+    def _each(self, operation: Callable[[Any, Any], Any], other: Self) -> Self:
+        make: Callable[..., Self] = type(self)
+        return make(*(operation(getattr(self, f.name), getattr(other, f.name)) for f in fields(self)))
+
+    def __add__(self, other: Self) -> Self:
+        return self._each(add, other)
+
+    def __sub__(self, other: Self) -> Self:
+        return self._each(sub, other)
+
+    def as_dict(self) -> dict[str, Any]:
+        return {f.name: getattr(self, f.name) for f in fields(self)}
+
+
+@dataclass(frozen=True, slots=True)
+class Counters(Sums):
     """What a run did, counted where it happened.
 
     Bytes are bytes, `launches` executed ops (one parallel region each), `macs` multiply-accumulates of linear ops, `attention_macs` those
@@ -88,12 +109,6 @@ class Counters:
     experts_touched: int = 0
     expert_bytes_touched: int = 0
 
-    def __add__(self, other: Counters) -> Counters:
-        return Counters(**{f.name: getattr(self, f.name) + getattr(other, f.name) for f in fields(self)})
-
-    def __sub__(self, other: Counters) -> Counters:
-        return Counters(**{f.name: getattr(self, f.name) - getattr(other, f.name) for f in fields(self)})
-
     @property
     def fixed(self) -> Counters:
         """What is known to the unit before a run: without what the routing decides, and what memory held already."""
@@ -108,9 +123,6 @@ class Counters:
     def work(self) -> int:
         """Multiply-accumulates of layers, attention, recurrences and head: what progress is measured in."""
         return self.macs + self.attention_macs + self.state_macs + self.head_macs
-
-    def as_dict(self) -> dict[str, int]:
-        return {f.name: getattr(self, f.name) for f in fields(self)}
 
 
 @dataclass(frozen=True, slots=True)

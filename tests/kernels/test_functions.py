@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -14,12 +14,7 @@ F32 = NDArray[np.float32]
 NO_HISTORY = np.empty(0, dtype=np.int32)
 
 
-@pytest.fixture(params=_native.available_isas(), autouse=True)
-def isa(request: pytest.FixtureRequest) -> Iterator[str]:
-    before = _native.isa()
-    _native.set_isa(request.param)
-    yield request.param
-    _native.set_isa(before)
+pytestmark = pytest.mark.usefixtures("isa")
 
 
 def random_bits(seed: int, n: int, low: float, high: float) -> F32:

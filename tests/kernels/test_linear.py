@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import numpy as np
 import pytest
 from gguf.constants import GGMLQuantizationType as Type
@@ -52,12 +50,7 @@ def reference(x: F32, bias: F32, kind: Type, data: U8, int8: bool) -> F32:
     return (linear_int(quantise(normed), weight) if int8 else linear_float(normed, weight.dequantised())) + bias
 
 
-@pytest.fixture(params=_native.available_isas(), autouse=True)
-def isa(request: pytest.FixtureRequest) -> Iterator[str]:
-    before = _native.isa()
-    _native.set_isa(request.param)
-    yield request.param
-    _native.set_isa(before)
+pytestmark = pytest.mark.usefixtures("isa")
 
 
 def case(kind: Type, tokens: int) -> tuple[F32, F32, U8]:

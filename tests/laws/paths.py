@@ -58,6 +58,10 @@ class Trace:
         different = np.flatnonzero((rows.view(np.uint32) != expected.view(np.uint32)).any(axis=1))
         return f"logits of rows {different[:5]} differ" if len(different) else "bytes of the state differ"
 
+    def after(self, start: int) -> Trace:
+        """The part of a one-step trace from a position on."""
+        return Trace([self.logits[0][start:]], [[kind[:, :, start:] for kind in self.kv[0]]], self.states)
+
 
 class Tinyrun:
     """A tiny model with its runner, below the engine: steps are laid out by the test."""
@@ -144,6 +148,15 @@ class Tinyrun:
             self.step([(sequence, tokens[begin:end])], order, [trace], checked)
         self.cache.free(sequence)
         return trace
+
+
+def state_hash(model: Tinyrun, tokens: Sequence[int]) -> str:
+    """That of a fresh sequence which reads `tokens` at once."""
+    sequence = model.cache.create()
+    model.step([(sequence, tokens)], WHOLE, [Trace()])
+    digest = model.cache.kv_sha256(sequence)
+    model.cache.free(sequence)
+    return digest
 
 
 def pairs(cuts: Sequence[int]) -> Iterator[tuple[int, int]]:

@@ -18,11 +18,6 @@ def continued(model: Tinyrun, sequence: int, tokens: list[int], order: Order, cu
     return trace
 
 
-def tail(trace: Trace, start: int) -> Trace:
-    """The part of a one-step trace from a position on."""
-    return Trace([trace.logits[0][start:]], [[kind[:, :, start:] for kind in trace.kv[0]]], trace.states)
-
-
 @pytest.mark.parametrize("cached", BOUNDARIES)
 def test_pause_fork_and_continue(model: Tinyrun, cached: int) -> None:
     """Block boundary (sglang 22819): prefixes of b-1, b, b+1, 2b-1, 2b, 2b+1 positions."""
@@ -39,9 +34,9 @@ def test_pause_fork_and_continue(model: Tinyrun, cached: int) -> None:
     warm_a = continued(model, other, a, Order("layer", 7), cuts=[cached + 1, 190])
     assert model.cache.kv_sha256(base) == before
     again_a = continued(model, base, a, Order("token"))
-    assert not warm_a.difference(tail(cold_a, cached))
-    assert not again_a.difference(tail(cold_a, cached))
-    assert not warm_b.difference(tail(cold_b, cached))
+    assert not warm_a.difference(cold_a.after(cached))
+    assert not again_a.difference(cold_a.after(cached))
+    assert not warm_b.difference(cold_b.after(cached))
     assert model.cache.kv_sha256(base) == model.cache.kv_sha256(other) != model.cache.kv_sha256(twin)
     for sequence in (base, twin, other):
         model.cache.free(sequence)
@@ -61,7 +56,7 @@ def test_shortened_state_continues_as_if_it_had_never_been_longer(model: Tinyrun
         return
     model.cache.truncate(sequence, length)
     trace = continued(model, sequence, tokens, Order("chunk", 9))
-    assert not trace.difference(tail(model.read(tokens), length))
+    assert not trace.difference(model.read(tokens).after(length))
     fresh = model.cache.create()
     model.step([(fresh, tokens)], Order("chunk", 64), [Trace()])
     assert model.cache.kv_sha256(sequence) == model.cache.kv_sha256(fresh)
@@ -73,7 +68,7 @@ def test_a_page_shared_without_a_copy_fails_the_comparison(model: Tinyrun, monke
     """Negative control: two continuations write into one partly filled page."""
     a, b = prompt(model.vocab, 100, seed=1), prompt(model.vocab, 100, seed=2)
     b[:40] = a[:40]
-    expected = tail(model.read(a), 60)
+    expected = model.read(a).after(60)
     base = model.cache.create()
     model.step([(base, a[:40])], Order("chunk", 64), [Trace()])
     twin = model.cache.fork(base)

@@ -4,7 +4,7 @@ import itertools
 
 import numpy as np
 import pytest
-from tests.laws.paths import ISAS, Tinyrun, Trace, prompt
+from tests.laws.paths import ISAS, Tinyrun, Trace, prompt, state_hash
 from tests.tiny import CASES, TinyKimi, TinyLfm2, TinyQwen35
 
 import quaff.engine.runner as runner_module
@@ -19,18 +19,6 @@ ORDERS = [Order("token"), Order("chunk", 1), Order("chunk", 7), Order("chunk", 6
 @pytest.fixture(params=RECURRENT)
 def model(request: pytest.FixtureRequest, models: dict[str, Tinyrun]) -> Tinyrun:
     return models[request.param]
-
-
-def tail(trace: Trace, start: int) -> Trace:
-    return Trace([trace.logits[0][start:]], [[kind[:, :, start:] for kind in trace.kv[0]]], trace.states)
-
-
-def state_hash(model: Tinyrun, tokens: list[int]) -> str:
-    sequence = model.cache.create()
-    model.step([(sequence, tokens)], Order("chunk", 1 << 20), [Trace()])
-    digest = model.cache.kv_sha256(sequence)
-    model.cache.free(sequence)
-    return digest
 
 
 @pytest.mark.parametrize(("isa", "threads", "order"), list(itertools.product(ISAS, (1, 3), ORDERS)), ids=str)
@@ -49,13 +37,13 @@ def test_snapshots_on_the_way_are_the_states_of_shorter_prompts(model: Tinyrun, 
         assert model.cache.kv_sha256(twin) == state_hash(model, tokens[:place])
         trace = Trace()
         model.step([(twin, tokens[place:])], Order("chunk", 50), [trace])
-        assert not trace.difference(tail(cold, place)), f"continued at {place}"
+        assert not trace.difference(cold.after(place)), f"continued at {place}"
         model.cache.free(twin)
     for place in reversed(PLACES):
         model.cache.truncate(base, place)
     trace = Trace()
     model.step([(base, tokens[1:])], order, [trace])
-    assert not trace.difference(tail(cold, 1))
+    assert not trace.difference(cold.after(1))
     model.cache.free(base)
     assert model.cache.states.slots_in_use == (0,) * len(model.graph.state_kinds)
 
@@ -98,7 +86,7 @@ def test_a_step_that_ended_early_leaves_the_state_where_it_began(
     assert model.cache.kv_sha256(sequence) == before
     trace = Trace()
     model.step([(sequence, tokens[30:])], order, [trace])
-    assert not trace.difference(tail(cold, 30))
+    assert not trace.difference(cold.after(30))
     model.cache.free(sequence)
 
 
@@ -116,7 +104,7 @@ def test_a_snapshot_taken_one_row_off_fails_the_comparison(model: Tinyrun) -> No
     twin, trace = model.cache.fork(base, 64), Trace()
     model.step([(twin, tokens[64:])], Order("chunk", 50), [trace])
     assert (trace.logits[0][0] != cold.logits[0][64]).any()
-    assert trace.difference(tail(cold, 64))
+    assert trace.difference(cold.after(64))
 
 
 def test_rows_out_of_order_fail_the_comparison(model: Tinyrun, monkeypatch: pytest.MonkeyPatch) -> None:

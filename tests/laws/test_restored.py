@@ -4,7 +4,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tests.laws.paths import Tinyrun, Trace, prompt, tiny_run
+from tests.laws.paths import Tinyrun, Trace, prompt, state_hash, tiny_run
 
 from quaff.batch import PAGE
 from quaff.cache.entry import BLOCK, Layout
@@ -41,18 +41,6 @@ def restore(model: Tinyrun, store: Store, tokens: list[int]) -> tuple[int, int]:
     return sequence, found.length
 
 
-def state_hash(model: Tinyrun, tokens: list[int]) -> str:
-    sequence = model.cache.create()
-    model.step([(sequence, tokens)], Order("chunk", 1 << 20), [Trace()])
-    digest = model.cache.kv_sha256(sequence)
-    model.cache.free(sequence)
-    return digest
-
-
-def rest(trace: Trace, start: int) -> Trace:
-    return Trace([trace.logits[0][start:]], [[kind[:, :, start:] for kind in trace.kv[0]]], trace.states)
-
-
 def test_a_restored_prefix_continues_with_the_bits_of_a_cold_run(model: Tinyrun, tmp_path: Path) -> None:
     """Block boundary (sglang 22819), of pages and of files, and the positions beside them; into memory that held something else."""
     tokens = prompt(model.vocab, LENGTH, seed=1)
@@ -66,7 +54,7 @@ def test_a_restored_prefix_continues_with_the_bits_of_a_cold_run(model: Tinyrun,
         assert model.cache.kv_sha256(sequence) == state_hash(model, tokens[:place])
         trace = Trace()
         model.step([(sequence, tokens[place:])], Order("chunk", 50), [trace])
-        assert not trace.difference(rest(cold, place)), f"continued at {place}"
+        assert not trace.difference(cold.after(place)), f"continued at {place}"
         model.cache.free(sequence)
     assert store.counters.hits == len(PLACES)
     assert (model.cache.pages_in_use, model.cache.states.slots_in_use) == held
@@ -116,7 +104,7 @@ def test_a_restored_byte_that_is_wrong_fails_the_comparison(model: Tinyrun, tmp_
     assert model.cache.kv_sha256(restored) != state_hash(model, tokens[:length])
     trace = Trace()
     model.step([(restored, tokens[length:])], Order("chunk", 50), [trace])
-    assert trace.difference(rest(cold, length))
+    assert trace.difference(cold.after(length))
     for s in (sequence, twin, restored):
         model.cache.free(s)
 
@@ -133,4 +121,4 @@ def test_another_load_of_the_same_model_goes_on_from_the_disk(name: str, tmp_pat
     assert length == LENGTH - 30
     trace = Trace()
     second.step([(sequence, tokens[length:])], Order("chunk", 50), [trace])
-    assert not trace.difference(rest(cold, length))
+    assert not trace.difference(cold.after(length))

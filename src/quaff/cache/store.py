@@ -15,11 +15,12 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 
+from quaff.batch import Sums
 from quaff.cache.entry import (
     BLOCK,
     LONGEST_HEADER_BYTES,
@@ -54,7 +55,7 @@ _NICE = 10
 
 
 @dataclass(frozen=True, slots=True)
-class StoreCounters:
+class StoreCounters(Sums):
     """Prefixes looked for and found, tokens and bytes restored; files and bytes written; prefixes not written (`dropped`: too many or too
     much waited, the disk was full, or the cap is smaller); files removed for room (`evicted`), and because they were not what they should
     be."""
@@ -68,9 +69,6 @@ class StoreCounters:
     dropped: int = 0
     evicted: int = 0
     damaged: int = 0
-
-    def __add__(self, other: StoreCounters) -> StoreCounters:
-        return StoreCounters(**{f.name: getattr(self, f.name) + getattr(other, f.name) for f in fields(self)})
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from quaff.batch import Sums
 from quaff.measure import counted
 from quaff.weights.budget import available_memory_bytes, human_bytes
 
@@ -110,15 +111,12 @@ class Ceilings:
 
 
 @dataclass(frozen=True, slots=True)
-class Work:
+class Work(Sums):
     """What a stage does at least: integer and f32 multiply-accumulates, and bytes of weights and KV state that it reads."""
 
     int8_macs: int
     fma_macs: int
     stream_bytes: int
-
-    def __add__(self, other: Work) -> Work:
-        return Work(self.int8_macs + other.int8_macs, self.fma_macs + other.fma_macs, self.stream_bytes + other.stream_bytes)
 
 
 NOTHING = Work(0, 0, 0)

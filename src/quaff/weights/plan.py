@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Literal
 
+from quaff.batch import Sums
 from quaff.graph.program import Graph
 
 PANEL_ROWS = 16
@@ -137,7 +138,7 @@ class Plan:
 
 
 @dataclass(frozen=True, slots=True)
-class StreamCounters:
+class StreamCounters(Sums):
     """What streaming weights did. A unit's bytes count in the pass that uses it, also when they were read ahead of it.
 
     `wait_seconds`: the computation stood still for the disk; `compute_seconds`: it ran. Beside it `read_bytes` were read in `read_seconds`,
@@ -154,15 +155,6 @@ class StreamCounters:
     pack_seconds: float = 0.0
     prefetch_hits: int = 0
     prefetch_misses: int = 0
-
-    def __add__(self, other: StreamCounters) -> StreamCounters:
-        return StreamCounters(**{f.name: getattr(self, f.name) + getattr(other, f.name) for f in fields(self)})
-
-    def __sub__(self, other: StreamCounters) -> StreamCounters:
-        return StreamCounters(**{f.name: getattr(self, f.name) - getattr(other, f.name) for f in fields(self)})
-
-    def as_dict(self) -> dict[str, int | float]:
-        return {f.name: getattr(self, f.name) for f in fields(self)}
 
 
 def units_of(graph: Graph, sizes: Mapping[str, int]) -> tuple[Unit, ...]:
