@@ -122,6 +122,7 @@ class Border:
             await error_response(told(error, path), path)(scope, receive, noting)
         finally:
             self._note(scope, path, answer, state, time.perf_counter() - began)
+            state.clear()  # an open connection keeps the scope of its last request
 
     def _note(self, scope: Scope, path: str, answer: int, state: dict[str, Any], seconds: float) -> None:
         self._service.metrics.count_answer(path if path in self._paths else "other", answer)

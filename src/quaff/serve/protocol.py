@@ -42,6 +42,8 @@ def protocol_class(settings: Settings) -> type[asyncio.Protocol]:
             if self._reading_due is not None:
                 self._reading_due.cancel()
             super().connection_lost(exc)
+            if self.timeout_keep_alive_task is not None:  # after an error it would keep the connection, and what hangs on it
+                self.timeout_keep_alive_task.cancel()
 
         def _expect_headers(self) -> None:
             self._headers_due = self.loop.call_later(settings.header_seconds, self.transport.close)

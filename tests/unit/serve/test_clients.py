@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import socket
 import threading
@@ -341,6 +342,41 @@ def test_a_client_that_does_not_read_is_cut_off() -> None:
         return transport.aborted
 
     assert asyncio.run(run(0.2)) and not asyncio.run(run(0.0))
+
+
+# connections that stay, and that break
+
+
+def generations_of(live: Live) -> int:
+    gc.collect()
+    return sum(type(o) is Generation and o._llm is live.llm for o in gc.get_objects())
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_an_open_connection_keeps_nothing_of_its_last_request(quick: Live, stream: bool) -> None:
+    with httpx.Client(base_url=quick.url, timeout=WAIT_SECONDS) as client:
+        reply = client.post("/v1/completions", json={"prompt": "x", "max_tokens": 2, "stream": stream})
+        assert reply.status_code == 200
+        until(lambda: generations_of(quick) == 0)
+        # The control: what is held is seen.
+        until(lambda: not quick.service.loop.running)
+        with held(quick) as hold:
+            sock = post(quick, "/v1/completions", {"prompt": "x", "max_tokens": 2})
+            until(lambda: hold.steps == 1)
+            assert generations_of(quick) == 1
+            sock.close()
+
+
+def test_a_connection_that_breaks_between_requests_leaves_no_timer() -> None:
+    async def run() -> bool:
+        config = uvicorn.Config(make_app(Service(QUICK)), log_config=None)
+        protocol = protocol_class(QUICK)(config=config, server_state=ServerState(), app_state={})
+        protocol.connection_made(asyncio.Transport())
+        timer = protocol.timeout_keep_alive_task = asyncio.get_running_loop().call_later(60, lambda: None)
+        protocol.connection_lost(ConnectionResetError())
+        return timer.cancelled()
+
+    assert asyncio.run(run())
 
 
 # the end
