@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -12,8 +13,10 @@ import openai
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.unit.serve.conftest import WAIT_SECONDS, Live
+from tests.unit.serve.conftest import WAIT_SECONDS, Live, serving
 from tests.unit.serve.holding import until
+
+from quaff.serve.settings import Settings
 
 
 def vectors(reply: Any) -> np.ndarray:
@@ -103,3 +106,13 @@ def test_a_client_that_hangs_up_ends_the_work(live: Live) -> None:
     all_of_it = len(texts) * engine.runner.work(0, 3500, 3500)
     assert engine.counters.macs - before < all_of_it / 2
     assert live.client.embeddings.create(model="tiny", input="still there").data
+
+
+def test_on_the_way_out_the_work_ends_with_a_503(tiny: Path) -> None:
+    with serving(tiny, Settings("tiny", drain_seconds=0)) as live, ThreadPoolExecutor(1) as pool:
+        texts = [[1 + i % 200] * 3500 for i in range(60)]
+        asked = pool.submit(httpx.post, f"{live.url}/v1/embeddings", json={"input": texts}, timeout=WAIT_SECONDS)
+        until(lambda: live.llm._embedder is not None and live.llm._embedder._engine.running > 0)
+        live.stop()
+        reply = asked.result()
+    assert reply.status_code == 503 and reply.json()["error"]["type"] == "overloaded_error" and int(reply.headers["retry-after"]) > 0
