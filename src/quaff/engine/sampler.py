@@ -218,6 +218,12 @@ def refused(error: ValueError, position: int) -> ValueError | NonFiniteError:
     return error
 
 
+def overlap(text: str, marks: Sequence[str]) -> int:
+    """Length of the longest end of `text` that begins one of `marks` but is not all of it."""
+    longest = min(len(text), max((len(mark) for mark in marks), default=1) - 1)
+    return next((n for n in range(longest, 0, -1) if any(len(mark) > n and mark.startswith(text[-n:]) for mark in marks)), 0)
+
+
 class StopMatcher:
     """Cuts streamed text at the first stop string, and holds back what may still become one: no part of a stop string ever leaks.
 
@@ -245,7 +251,7 @@ class StopMatcher:
             at, self.met = min(found)
             safe, self._held = self._held[:at], ""
             return safe
-        keep = max(self._overlap(s) for s in self._stop)
+        keep = overlap(self._held, self._stop)
         safe, self._held = self._held[: len(self._held) - keep], self._held[len(self._held) - keep :]
         return safe
 
@@ -253,10 +259,3 @@ class StopMatcher:
         """What was held back and did not become a stop string."""
         safe, self._held = self._held, ""
         return safe
-
-    def _overlap(self, stop: str) -> int:
-        """Length of the longest end of the held text that begins `stop`."""
-        for n in range(min(len(stop) - 1, len(self._held)), 0, -1):
-            if self._held.endswith(stop[:n]):
-                return n
-        return 0

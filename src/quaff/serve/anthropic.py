@@ -21,7 +21,7 @@ from quaff.serve.generation import Generation, Progress, Result
 from quaff.serve.service import Service, service_of
 from quaff.serve.tools import Tools, arguments_object, make_tools
 from quaff.serve.turns import Turn, make_turn
-from quaff.serve.wire import Body, EventStream, Items, collect, read_body, sse
+from quaff.serve.wire import Body, EventStream, Items, collect, read_body, sse, string_of
 
 PING = sse({"type": "ping"}, "ping")
 
@@ -158,9 +158,9 @@ def texts(content: str | Sequence[Mapping[str, Any]], where: str) -> list[str]:
 def _text(block: Mapping[str, Any], where: str) -> str:
     kind, source = block.get("type"), block.get("source")
     if kind == "text":
-        return _string(block, "text", where)
+        return string_of(block, "text", where)
     if kind == "document" and isinstance(source, dict) and source.get("type") == "text":
-        return _string(source, "data", f"{where}.source")
+        return string_of(source, "data", f"{where}.source")
     if kind in ("image", "document"):
         raise ApiError(400, f"{where}: this model reads text only, not a block of type {kind!r}", param=where)
     raise ApiError(400, f"{where}: a block of type {kind!r} cannot stand here", param=where)
@@ -181,17 +181,17 @@ def _converted(message: Message, where: str, names: dict[str, str]) -> list[dict
     for i, block in enumerate(message.content):
         at, kind = f"{where}.content[{i}]", block.get("type")
         if kind == "tool_use" and message.role == "assistant":
-            name, id, given = _string(block, "name", at), _string(block, "id", at), block.get("input", {})
+            name, id, given = string_of(block, "name", at), string_of(block, "id", at), block.get("input", {})
             if not isinstance(given, dict):
                 raise ApiError(400, f"{at}.input must be an object", param=f"{at}.input")
             names[id] = name
             calls.append({"id": id, "type": "function", "function": {"name": name, "arguments": given}})
         elif kind == "thinking" and message.role == "assistant":
-            thoughts.append(_string(block, "thinking", at))
+            thoughts.append(string_of(block, "thinking", at))
         elif kind == "redacted_thinking" and message.role == "assistant":
             continue
         elif kind == "tool_result" and message.role == "user":
-            id = _string(block, "tool_use_id", at)
+            id = string_of(block, "tool_use_id", at)
             content = block.get("content") or ""
             if not isinstance(content, str | list) or not all(isinstance(part, dict) for part in content if not isinstance(content, str)):
                 raise ApiError(400, f"{at}.content must be a text or a list of blocks", param=f"{at}.content")
@@ -204,13 +204,6 @@ def _converted(message: Message, where: str, names: dict[str, str]) -> list[dict
         return results + ([{"role": "user", "content": text}] if said or not results else [])
     out: dict[str, Any] = {"role": "assistant", "content": text}
     return [out | ({"tool_calls": calls} if calls else {}) | ({"reasoning_content": "".join(thoughts)} if thoughts else {})]
-
-
-def _string(block: Mapping[str, Any], key: str, where: str) -> str:
-    value = block.get(key)
-    if not isinstance(value, str):
-        raise ApiError(400, f"{where}.{key} must be a string", param=f"{where}.{key}")
-    return value
 
 
 def tools_of(body: PromptBody) -> Tools:

@@ -4,14 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
 
+from quaff.engine.sampler import overlap
+
 Reading = Generator[None, None, None]
 """A reader at work. It pauses with `yield` when the text so far does not decide what comes next."""
-
-
-def overlap(text: str, marks: Sequence[str]) -> int:
-    """Length of the longest end of `text` that begins one of `marks` but is not all of it."""
-    longest = min(len(text), max((len(mark) for mark in marks), default=1) - 1)
-    return next((n for n in range(longest, 0, -1) if any(len(mark) > n and mark.startswith(text[-n:]) for mark in marks)), 0)
 
 
 class Source:

@@ -22,7 +22,7 @@ from quaff.serve.sampling import Sampling
 from quaff.serve.service import Service, service_of
 from quaff.serve.tools import Tools, make_tools
 from quaff.serve.turns import Turn, make_turn
-from quaff.serve.wire import Body, EventStream, Items, collect, read_body, sse
+from quaff.serve.wire import Body, EventStream, Items, collect, read_body, sse, string_of
 
 NOT_STORED = "responses are not stored: send the whole input, and take the answer from the reply to it"
 
@@ -149,19 +149,19 @@ def _add(out: list[dict[str, Any]], item: Mapping[str, Any], where: str, names: 
         else:
             out.append({"role": role, "content": text})
     elif kind == "function_call":
-        name, id, arguments = (_string(item, key, where) for key in ("name", "call_id", "arguments"))
+        name, id, arguments = (string_of(item, key, where) for key in ("name", "call_id", "arguments"))
         names[id] = name
         call = {"id": id, "type": "function", "function": {"name": name, "arguments": arguments}}
         _assistant(out).setdefault("tool_calls", []).append(call)
     elif kind == "function_call_output":
-        id, output = _string(item, "call_id", where), item.get("output")
+        id, output = string_of(item, "call_id", where), item.get("output")
         message = {"role": "tool", "tool_call_id": id, "content": _content(output, f"{where}.output")}
         out.append(message | ({"name": names[id]} if id in names else {}))
     elif kind == "reasoning":
         parts = item.get("content") or item.get("summary") or []
         if not isinstance(parts, list) or not all(isinstance(part, dict) for part in parts):
             raise ApiError(400, f"{where}.content must be a list of parts", param=f"{where}.content")
-        out.append({"role": "assistant", "content": "", "reasoning_content": "".join(_string(part, "text", where) for part in parts)})
+        out.append({"role": "assistant", "content": "", "reasoning_content": "".join(string_of(part, "text", where) for part in parts)})
     elif kind == "item_reference":
         raise ApiError(400, f"{where}: {NOT_STORED}", param=where)
     else:
@@ -185,15 +185,8 @@ def _content(content: Any, where: str) -> str:
         kind = part.get("type") if isinstance(part, dict) else None
         if kind not in ("input_text", "output_text", "text", "refusal"):
             raise ApiError(400, f"{where}[{i}]: this model reads text only, not a part of type {kind!r}", param=f"{where}[{i}]")
-        texts.append(_string(part, "refusal" if kind == "refusal" else "text", f"{where}[{i}]"))
+        texts.append(string_of(part, "refusal" if kind == "refusal" else "text", f"{where}[{i}]"))
     return "\n".join(texts)
-
-
-def _string(item: Mapping[str, Any], key: str, where: str) -> str:
-    value = item.get(key)
-    if not isinstance(value, str):
-        raise ApiError(400, f"{where}.{key} must be a string", param=f"{where}.{key}")
-    return value
 
 
 # The response

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from contextlib import suppress
 from typing import Annotated, Any, Protocol, TypeVar
 
@@ -65,6 +65,14 @@ async def read_body(request: Request, model: type[B]) -> B:
         return model.model_validate_json(bytes(body))
     # A whole conversation: parsing it must not hold up everyone's streams.
     return await asyncio.to_thread(model.model_validate_json, bytes(body))
+
+
+def string_of(part: Mapping[str, Any], key: str, where: str) -> str:
+    """A string in a part of a body whose types depend on one another. ApiError names its place."""
+    value = part.get(key)
+    if not isinstance(value, str):
+        raise ApiError(400, f"{where}.{key} must be a string", param=f"{where}.{key}")
+    return value
 
 
 def sse(data: Any, event: str | None = None) -> bytes:
