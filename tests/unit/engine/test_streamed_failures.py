@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -70,6 +71,37 @@ def test_a_stream_ends_with_the_error_after_the_text_it_had(llm: LLM, path: Path
         for _ in stream:
             pass
     assert request.generated == 3 and request.finish_reason == "error"
+
+
+@pytest.mark.parametrize("cut", [False, True], ids=["written", "cut"])
+def test_a_file_that_changes_in_the_middle_of_a_pass(llm: LLM, path: Path, cut: bool) -> None:
+    """Whenever that is, a request has its whole answer or an error, and the next one is none the worse for it."""
+    whole, status = path.read_bytes(), path.stat()
+
+    def damage() -> None:
+        if cut:
+            os.truncate(path, len(whole) // 2)
+        else:
+            touch(path, 1)
+
+    def repair() -> None:
+        with path.open("r+b") as file:
+            file.write(whole)
+        os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
+
+    llm.configure(schedule="token")  # a pass for every token
+    expected = llm.generate(TOKENS[:12], PARAMS).tokens
+    for delay in (0.0, 0.001, 0.002, 0.005, 0.01, 0.02, 0.04):
+        timer = threading.Timer(delay, damage)
+        timer.start()
+        completion = llm.generate([TOKENS[:12]], PARAMS)[0]
+        assert completion.tokens == expected or isinstance(completion.error, CheckpointError)
+        assert completion.tokens == expected[: len(completion.tokens)]
+        timer.join()
+        with pytest.raises(CheckpointError, match=r"model\.gguf"):
+            llm.generate(TOKENS[:12], PARAMS)
+        repair()
+        assert llm.generate(TOKENS[:12], PARAMS).tokens == expected
 
 
 @pytest.fixture
