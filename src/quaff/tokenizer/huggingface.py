@@ -47,7 +47,8 @@ class JsonEncoder:
         with self._lock:
             self._engine.encode_special_tokens = not parse_special
             try:
-                ids: list[int] = self._engine.encode(text, add_special_tokens=False).ids
+                # `encode` would let no other thread run, for a second where a text has half a million characters.
+                ids: list[int] = self._engine.encode_batch_fast([text], add_special_tokens=False)[0].ids
             except BaseException as error:
                 if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
                     raise

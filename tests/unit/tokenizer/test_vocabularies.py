@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -150,13 +152,24 @@ def test_a_panic_of_the_regular_expression_engine_is_an_error_of_the_prompt(monk
         pass
 
     class Panicking:
-        def encode(self, text: str, add_special_tokens: bool) -> None:
+        def encode_batch_fast(self, texts: list[str], add_special_tokens: bool) -> None:
             raise PanicException("retry-limit-in-match over")
 
     tokenizer = Tokenizer.from_metadata(byte_level())
     monkeypatch.setattr(tokenizer._encoder, "_tokenizer", Panicking())
     with pytest.raises(PromptError, match="gave up on a text of 3 characters"):
         tokenizer.encode("AAA")
+
+
+def test_other_threads_run_while_a_long_text_is_cut() -> None:
+    tokenizer, text = Tokenizer.from_metadata(byte_level()), "hello world 12 " * 60_000
+    cutting = threading.Thread(target=tokenizer.encode, args=(text,))
+    cutting.start()
+    turns = 0
+    while cutting.is_alive():
+        time.sleep(0.001)
+        turns += 1
+    assert turns > 20
 
 
 TEXTS = st.text(st.one_of(st.characters(exclude_categories=["Cs"]), st.sampled_from("helo w12\n\u0301\u200d<ctl>usr")), max_size=60)
