@@ -56,20 +56,8 @@ def config(metadata: Mapping[str, Any], tensors: Tensors) -> ModelConfig:
 
 def table(c: ModelConfig, qk_norm: bool = True) -> tuple[TensorSpec, ...]:
     a = c.layers[0].attention
-    q, kv = a.heads * a.head_dim, a.kv_heads * a.head_dim
-    layer: dict[str, tuple[int, ...]] = {
-        "attn_norm": (c.dim,),
-        "attn_q": (q, c.dim),
-        "attn_k": (kv, c.dim),
-        "attn_v": (kv, c.dim),
-        "attn_output": (c.dim, q),
-        "post_attention_norm": (c.dim,),
-        "ffn_norm": (c.dim,),
-        "ffn_gate": (c.ffn_dim, c.dim),
-        "ffn_up": (c.ffn_dim, c.dim),
-        "ffn_down": (c.dim, c.ffn_dim),
-        "post_ffw_norm": (c.dim,),
-    }
+    layer = llama.attention_roles(c, a) | llama.ffn_roles(c)
+    layer |= {norm: (c.dim,) for norm in ("attn_norm", "post_attention_norm", "ffn_norm", "post_ffw_norm")}
     if qk_norm:
         layer |= {"attn_q_norm": (a.head_dim,), "attn_k_norm": (a.head_dim,)}
     return decoder_table(c, layer, biased={})

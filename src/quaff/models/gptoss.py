@@ -48,16 +48,8 @@ def config(metadata: Mapping[str, Any], tensors: Tensors) -> ModelConfig:
 
 def table(c: ModelConfig) -> tuple[TensorSpec, ...]:
     a = c.layers[0].attention
-    q, kv = a.heads * a.head_dim, a.kv_heads * a.head_dim
-    layer = {
-        "attn_norm": (c.dim,),
-        "attn_q": (q, c.dim),
-        "attn_k": (kv, c.dim),
-        "attn_v": (kv, c.dim),
-        "attn_output": (c.dim, q),
-        "attn_sinks": (a.heads,),
-        "post_attention_norm": (c.dim,),
-    } | llama.ffn_roles(c)
+    layer = llama.attention_roles(c, a) | llama.ffn_roles(c)
+    layer |= {"attn_norm": (c.dim,), "post_attention_norm": (c.dim,), "attn_sinks": (a.heads,)}
     matrices = ("attn_q", "attn_k", "attn_v", "attn_output", "ffn_gate_inp", "ffn_gate_exps", "ffn_up_exps", "ffn_down_exps")
     return decoder_table(c, layer, dict.fromkeys(matrices, True))
 

@@ -64,9 +64,7 @@ def roles(c: ModelConfig, layer: LayerConfig) -> dict[str, tuple[int, ...]]:
         inner = {"in_proj": (3 * c.dim, c.dim), "conv": (c.dim, layer.conv_taps), "out_proj": (c.dim, c.dim)}
         return shapes | {f"shortconv.{part}": shape for part, shape in inner.items()}
     a = layer.attention
-    q, kv = a.heads * a.head_dim, a.kv_heads * a.head_dim
-    shapes |= {"attn_q": (q, c.dim), "attn_k": (kv, c.dim), "attn_v": (kv, c.dim), "attn_output": (c.dim, q)}
-    return shapes | {"attn_q_norm": (a.head_dim,), "attn_k_norm": (a.head_dim,)}
+    return shapes | llama.attention_roles(c, a) | {"attn_q_norm": (a.head_dim,), "attn_k_norm": (a.head_dim,)}
 
 
 def mixer(g: Builder, c: ModelConfig, layer: LayerConfig, w: Weights) -> None:

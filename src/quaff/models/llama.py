@@ -65,18 +65,16 @@ def read(
 def table(c: ModelConfig, biased: Mapping[str, bool] = BIASES, qk_norm: bool = False) -> tuple[TensorSpec, ...]:
     """`qk_norm`: queries and keys are normalised head by head before they turn."""
     a = c.layers[0].attention
-    q, kv = a.heads * a.head_dim, a.kv_heads * a.head_dim
-    layer: dict[str, tuple[int, ...]] = {
-        "attn_norm": (c.dim,),
-        "attn_q": (q, c.dim),
-        "attn_k": (kv, c.dim),
-        "attn_v": (kv, c.dim),
-        "attn_output": (c.dim, q),
-        "ffn_norm": (c.dim,),
-    }
+    layer = attention_roles(c, a) | ffn_roles(c) | {"attn_norm": (c.dim,), "ffn_norm": (c.dim,)}
     if qk_norm:
         layer |= {"attn_q_norm": (a.head_dim,), "attn_k_norm": (a.head_dim,)}
-    return decoder_table(c, layer | ffn_roles(c), biased)
+    return decoder_table(c, layer, biased)
+
+
+def attention_roles(c: ModelConfig, a: AttentionConfig) -> dict[str, tuple[int, ...]]:
+    """Shapes of the matrices around attention, by role."""
+    q, kv = a.heads * a.head_dim, a.kv_heads * a.head_dim
+    return {"attn_q": (q, c.dim), "attn_k": (kv, c.dim), "attn_v": (kv, c.dim), "attn_output": (c.dim, q)}
 
 
 def ffn_roles(c: ModelConfig) -> dict[str, tuple[int, ...]]:

@@ -13,20 +13,8 @@ from quaff.models.imported import DECODER, IGNORED, decoder_tensors
 
 def table(c: ModelConfig) -> tuple[TensorSpec, ...]:
     a = c.layers[0].attention
-    q, kv = a.heads * a.head_dim, a.kv_heads * a.head_dim
-    layer = {
-        "attn_q": (q, c.dim),
-        "attn_k": (kv, c.dim),
-        "attn_v": (kv, c.dim),
-        "attn_q_norm": (q,),
-        "attn_k_norm": (kv,),
-        "attn_output": (c.dim, q),
-        "post_attention_norm": (c.dim,),
-        "ffn_gate": (c.ffn_dim, c.dim),
-        "ffn_up": (c.ffn_dim, c.dim),
-        "ffn_down": (c.dim, c.ffn_dim),
-        "post_ffw_norm": (c.dim,),
-    }
+    layer = llama.attention_roles(c, a) | llama.ffn_roles(c) | {"post_attention_norm": (c.dim,), "post_ffw_norm": (c.dim,)}
+    layer |= {"attn_q_norm": (a.heads * a.head_dim,), "attn_k_norm": (a.kv_heads * a.head_dim,)}
     return decoder_table(c, layer, biased={})
 
 
