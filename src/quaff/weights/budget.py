@@ -106,10 +106,6 @@ class Accountant:
     def total_bytes(self) -> int:
         return self.used_bytes + self.found_bytes
 
-    @property
-    def free_bytes(self) -> int | None:
-        return None if self.limit_bytes is None else self.limit_bytes - self.total_bytes
-
     def fits(self, n: int) -> bool:
         return self.limit_bytes is None or self.total_bytes + n <= self.limit_bytes
 
