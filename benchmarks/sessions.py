@@ -2,9 +2,9 @@
 
 Agents share the beginning of their first prompt and take turns; each turn appends the answer as it came, and something new.
 
-    python -m benchmarks.sessions smollm2                                            # against a live server
-    python -m benchmarks.sessions smollm2 --below                                    # in this process
-    python -m benchmarks.sessions tiny --below --turns 20 --last 40000 --check 20    # random models of every kind of layer
+    python -m benchmarks.sessions smollm2                                    # against a live server
+    python -m benchmarks.sessions smollm2 --below                            # in this process
+    python -m benchmarks.sessions tiny --turns 20 --last 40000 --check 20    # so too, random models of every kind of layer
 
 The server's times stand beside those of making tokens and of `quaff bench -d DEPTH -p NEW` for the same work; at last it is stopped and
 started, and every agent goes on. Below the server each turn is read three ways: from the prefix cache in memory; from the disk, by a model
@@ -105,7 +105,8 @@ def summary(turns: list[Turn]) -> dict[str, object]:
 
 def line(t: Turn) -> str:
     """One turn for people."""
-    ways = ", ".join(f"{way} {t.cached[way]} cached ({t.share(way):.2%}), {t.seconds[way]:.3f} s" for way in t.cached)
+    shares = {way: f" ({t.share(way):.2%})" if t.sent else "" for way in t.cached}
+    ways = ", ".join(f"{way} {t.cached[way]} cached{shares[way]}, {t.seconds[way]:.3f} s" for way in t.cached)
     verdict = "" if t.equal is None else ", equal" if t.equal else ", DIFFERENT"
     return f"{t.turn:4d} {'ABCDEFGH'[t.agent]} {t.tokens:7d} tokens, {t.sent} sent before: {ways}{verdict}"
 
@@ -313,7 +314,7 @@ def shown(turns: Iterator[Turn]) -> list[Turn]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model", nargs="?", default="smollm2", help="what `quaff serve` takes; tiny with --below (default smollm2)")
+    parser.add_argument("model", nargs="?", default="smollm2", help="what `quaff serve` takes, or tiny (default smollm2)")
     parser.add_argument("--below", action="store_true", help="play below the server")
     parser.add_argument("--turns", type=int, default=12, help="of each agent (default 12)")
     parser.add_argument("--first", type=int, default=2000, help="tokens of the first prompt (default 2000)")
@@ -322,14 +323,16 @@ def main() -> None:
     parser.add_argument("--check", type=int, default=3, help="turns whose bits are compared, with --below (default 3)")
     parser.add_argument("--threads", type=int, default=2)
     args = parser.parse_args()
-    session = Session(args.turns, args.first, args.last, agents=args.agents, check=args.check if args.below else 0)
+    tiny = args.model == "tiny"
+    below = args.below or tiny
+    session = Session(args.turns, args.first, args.last, agents=args.agents, check=args.check if below else 0)
     models: dict[str, dict[str, object]] = {}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        paths = tiny_models(folder, session.last + session.reply) if args.model == "tiny" else iter([(args.model, args.model)])
+        paths = tiny_models(folder, session.last + session.reply) if tiny else iter([(args.model, args.model)])
         for number, (title, path) in enumerate(paths):
             print(title)
-            if args.below:
+            if below:
                 stage = Stage(path, session, folder / str(number), args.threads)
                 turns = shown(play_below(stage))
                 stage.close()
