@@ -103,7 +103,7 @@ class PageCache:
         self.pools = tuple(pools)
         self.accountant = accountant
         self.make_way: Callable[[int], object] | None = None
-        """Told how many bytes are taken from the pools next: what holds pages for later may drop some first, and they are used again."""
+        """Told how many bytes of pages are taken next: what holds memory for later may drop some first, and it is used again."""
         self.states = StateCache(state_kinds, state_pools, accountant)
         self._counts: tuple[dict[int, int], ...] = tuple({} for _ in kinds)
         self._sequences: dict[int, _Sequence] = {}
@@ -296,8 +296,6 @@ class PageCache:
                 table.credit -= 1
                 counts[page] = 1
                 table.append(page)
-        if self.states.kinds and self.make_way is not None:
-            self.make_way(self.states.slot_bytes)
         self.states.grow(sequence, end)
 
     def segment(self, sequence: int, tokens: NDArray[np.int32], logits: Sequence[int] = ()) -> Segment:
