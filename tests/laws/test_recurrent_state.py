@@ -12,6 +12,7 @@ from quaff.batch import Batch
 from quaff.schedule import Cell, Order, compile_cells
 
 RECURRENT = [name for name, tiny in CASES.items() if isinstance(tiny, TinyLfm2 | TinyQwen35 | TinyKimi)]
+BLOCK_COLUMNS = 64  # kDeltaColumns
 PLACES = (1, 2, 3, 63, 64, 65, 100, 149)
 ORDERS = [Order("token"), Order("chunk", 1), Order("chunk", 7), Order("chunk", 64), Order("layer", 33)]
 
@@ -46,6 +47,12 @@ def test_snapshots_on_the_way_are_the_states_of_shorter_prompts(model: Tinyrun, 
     assert not trace.difference(cold.after(1))
     model.cache.free(base)
     assert model.cache.states.slots_in_use == (0,) * len(model.graph.state_kinds)
+
+
+def test_states_of_both_kinds_of_decay_are_split_among_workers(models: dict[str, Tinyrun]) -> None:
+    """The models above must have states of several blocks of columns: narrower ones are one worker's."""
+    rules = [layer.delta for name in RECURRENT for layer in models[name].graph.config.layers if layer.delta is not None]
+    assert {rule.decay_each for rule in rules if rule.value_dim > BLOCK_COLUMNS} == {False, True}
 
 
 def test_lengths_without_a_state_are_refused(model: Tinyrun) -> None:
