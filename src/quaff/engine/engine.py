@@ -212,6 +212,7 @@ class Engine:
         self._waiting: deque[Request] = deque()
         self._followers: dict[int, list[Request]] = {}
         self._running: tuple[Request, ...] = ()
+        self._planned: tuple[Work, ...] = ()
         self._orphans: deque[int] = deque()
         self._ids = itertools.count(1)
         self._busy = False
@@ -442,6 +443,7 @@ class Engine:
             return
         self._running = tuple(self._requests[w.request] for w in work)
         self._stop_unwanted()
+        self._planned = tuple(work)
         began = time.perf_counter()
         try:
             streamed = self.runner.stream_counters()
@@ -482,6 +484,13 @@ class Engine:
             )
             self._fail(max(self._requests.values(), key=lambda r: (r.admitted, r.id)), error)
             self._forget_done()
+
+    def reading(self, work_done: int) -> list[tuple[Request, int, float]]:
+        """(request, its rows, share of the step that is done) of the prompts that the running step reads, when so many
+        multiply-accumulates of it are done. For `on_work`; never all of it, for nobody has those tokens yet."""
+        total = sum(self.runner.work(w.start, w.rows, w.rows - w.logits) for w in self._planned)
+        requests = [(self._requests[w.request], w.rows) for w in self._planned]
+        return [(request, rows, min(0.999, work_done / max(1, total))) for request, rows in requests if not request.prefilled_at]
 
     def _guess(self) -> None:
         """Drafts for those that decode, as many as all of them together may have."""

@@ -22,6 +22,8 @@ T = TypeVar("T")
 IDLE_SECONDS = 1.0
 """An idle loop shows so often that it is alive."""
 LONGEST_RETRY_SECONDS = 60
+TELL_SECONDS = 0.5
+"""Those whose prompts a long step reads are told so often how far it is."""
 MOST_FAILURES = 3
 """Steps in a row that fail for no request's fault; then the loop ends, falls silent, and is to be restarted."""
 
@@ -33,7 +35,8 @@ class Update:
     """What changed for a request since the update before; the last one is `done`.
 
     `tokens`: new generated ids, end tokens included; `logprobs`: as many, where they were asked for. `computed`: tokens in the KV state,
-    those from a cache included, never fewer than before. `admitted`: False while the request waits.
+    those from a cache included, never fewer than before. `admitted`: False while the request waits. While a long step runs: of the work for
+    `step_rows` more tokens the share `step_share` is done.
     """
 
     request: Request
@@ -42,6 +45,8 @@ class Update:
     computed: int
     admitted: bool
     done: bool
+    step_rows: int = 0
+    step_share: float = 0.0
 
 
 Listen = Callable[[Update], None]
@@ -86,6 +91,7 @@ class EngineLoop:
         self._closing = False
         self._beat = time.monotonic()
         self._pulse: tuple[int, ...] = ()
+        self._told = 0.0
         self._request_seconds = 1.0
         self._thread = threading.Thread(target=self._run, name="quaff-loop", daemon=True)
 
@@ -96,7 +102,7 @@ class EngineLoop:
     def submit(self, tokens: Sequence[int], listen: Listen, **options: Unpack[Options]) -> Request:
         """Queue a request (see `Engine.submit`; a `base` must stay as it is until the request is admitted).
 
-        `listen` is called in the loop's thread between steps, in order, and must not wait. QueueFullError when too many wait, ClosedError
+        `listen` is called in the loop's thread, in order, and must not wait. QueueFullError when too many wait, ClosedError
         when the loop is closing, ConfigError for parameters that do not fit the model.
         """
         request = self.engine.request(tokens, **options)
@@ -223,6 +229,13 @@ class EngineLoop:
         if pulse != self._pulse:
             self._pulse = pulse
             self._beat = time.monotonic()
+        if engine is self.engine and time.monotonic() - self._told >= TELL_SECONDS:
+            self._told = time.monotonic()
+            for request, rows, share in engine.reading(work_done):
+                client = self._clients.get(request.id)
+                if client is not None:
+                    computed = max(request.computed, client.computed)
+                    self._pass(client, Update(request, (), (), computed, True, False, rows, share))
 
     def _tell(self) -> None:
         for client in list(self._clients.values()):
@@ -232,12 +245,15 @@ class EngineLoop:
             if update.done:
                 del self._clients[client.request.id]
                 self._learn(client.request)
-            try:
-                client.listen(update)
-            except Exception:
-                log.exception("the listener of a request failed; the request is cancelled")
-                self._clients.pop(client.request.id, None)
-                self.engine.cancel(client.request)
+            self._pass(client, update)
+
+    def _pass(self, client: _Client, update: Update) -> None:
+        try:
+            client.listen(update)
+        except Exception:
+            log.exception("the listener of a request failed; the request is cancelled")
+            self._clients.pop(client.request.id, None)
+            self.engine.cancel(client.request)
 
     def _learn(self, request: Request) -> None:
         if request.started_at and request.finished_at:

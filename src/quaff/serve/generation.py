@@ -188,7 +188,9 @@ class Generation:
     def _add_progress(self, update: Update, at: float) -> None:
         request, total = update.request, update.request.prompt_tokens
         cached, work = request.cached_tokens, self._work_of
-        processed = cached + (total - cached) * (work(update.computed) - work(cached)) // max(1, work(total) - work(cached))
+        done = work(update.computed)
+        done += int(update.step_share * (work(update.computed + update.step_rows) - done))
+        processed = cached + (total - cached) * (done - work(cached)) // max(1, work(total) - work(cached))
         if update.admitted and processed > self._processed:
             self._processed = processed
             seconds = (request.prefilled_at or at) - request.submitted_at

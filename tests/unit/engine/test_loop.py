@@ -2,7 +2,7 @@
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from queue import SimpleQueue
 
@@ -311,6 +311,43 @@ def test_a_long_step_that_moves_is_not_silent(llm: LLM, loop: EngineLoop, monkey
     loop.submit(prompt(300, 3000), ear, params=PARAMS)
     ear.all()
     assert len(set(beats)) > 3
+
+
+def test_a_long_step_tells_how_far_it_is(llm: LLM, loop: EngineLoop, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Silence (cline 13843, opencode 49044): a step may be a whole prompt, where all weights are read for it once."""
+    monkeypatch.setattr(loop_module, "TELL_SECONDS", 0.0)
+    llm.configure(schedule="layer")
+    run, work, ids = llm.engine.runner.run, llm.engine.runner.work(0, 1000, 1), prompt(300, 1000)
+
+    def watched(batch: Batch, order: Order, on_work: Callable[[int], None]) -> Logits:
+        for tenth in (1, 5, 10, 12):
+            on_work(tenth * work // 10)
+        return run(batch, order, on_work)
+
+    monkeypatch.setattr(llm.engine.runner, "run", watched)
+    ear = Ear()
+    loop.submit(ids, ear, params=SamplingParams(max_tokens=2, ignore_eos=True))
+    told = [(u.computed, u.step_rows, round(u.step_share, 3)) for u in ear.all() if u.step_rows]
+    assert told == [(0, 1000, share) for share in (0.1, 0.5, 0.999, 0.999)], "nobody is told of steps that decode"
+    assert [u.computed for u in ear.updates][-1] == 1001 and len(ear.tokens) == 2
+
+
+def test_a_listener_that_fails_inside_a_step_ends_its_own_request_only(llm: LLM, loop: EngineLoop, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loop_module, "TELL_SECONDS", 0.0)
+    run = llm.engine.runner.run
+    monkeypatch.setattr(llm.engine.runner, "run", lambda batch, order, on_work: (on_work(1), run(batch, order, on_work))[1])
+
+    def broken(update: Update) -> None:
+        assert not update.step_rows
+
+    gate, ear = Gate(loop), Ear()
+    bad = loop.submit(prompt(300, 1000), broken, params=PARAMS)
+    loop.submit([3], ear, params=PARAMS)
+    gate.opened.set()
+    assert len(ear.tokens) == 12
+    while not bad.done:
+        time.sleep(0.001)
+    assert bad.finish_reason == "cancelled"
 
 
 def test_steps_that_fail_for_no_requests_fault_end_the_loop_and_tell_everyone(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:

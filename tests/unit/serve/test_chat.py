@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
 
 import openai
 import pytest
 from tests.unit.serve.conftest import Live
 
+import quaff.engine.loop as loop_module
 from quaff import SamplingParams
+from quaff.batch import Batch, Logits
+from quaff.schedule import Order
 
 MESSAGES = [{"role": "system", "content": "Answer."}, {"role": "user", "content": "naïve 水?"}]
 OPTIONS = {"model": "tiny", "messages": MESSAGES, "temperature": 0.8, "seed": 7, "max_tokens": 20}
@@ -149,6 +153,28 @@ def test_progress_is_asked_for_grows_and_ends_with_all_of_the_prompt(live: Live)
     assert all(p["total"] == total and p["cache"] <= p["processed"] <= total and p["time_ms"] >= 0 for p in seen)
     silent = live.client.chat.completions.create(**options)
     assert not any("prompt_progress" in (chunk.model_extra or {}) for chunk in silent)
+
+
+def test_progress_grows_while_one_long_step_reads_the_prompt(live: Live, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Silence (cline 13843, opencode 49044): what is told while a step runs grows as the work does, and is never all of it."""
+    monkeypatch.setattr(loop_module, "TELL_SECONDS", 0.0)
+    runner, messages = live.llm.engine.runner, [{"role": "user", "content": "far " * 8}]
+    run, total = runner.run, len(live.llm.encode_chat(messages))
+    assert 40 < total < live.llm.chunk
+
+    def watched(batch: Batch, order: Order, on_work: Callable[[int], None]) -> Logits:
+        work = runner.work(0, sum(s.rows for s in batch.segments), 1)
+        for quarter in (1, 2, 5):
+            on_work(quarter * work // 4)
+        return run(batch, order, on_work)
+
+    monkeypatch.setattr(runner, "run", watched)
+    options = {"model": "tiny", "messages": messages, "max_tokens": 2, "stream": True}
+    extra = {"return_progress": True, "cache_salt": "far"}
+    chunks = live.client.chat.completions.create(**options, extra_body=extra)
+    seen = [progress["processed"] for chunk in chunks if (progress := (chunk.model_extra or {}).get("prompt_progress"))]
+    assert seen == sorted(set(seen)) and seen[-1] == total and seen[-2] == total - 1
+    assert [n for n in seen if 0.2 * total <= n <= 0.3 * total] and [n for n in seen if 0.45 * total <= n <= 0.55 * total]
 
 
 def test_timings_have_llama_cpps_names(live: Live) -> None:
