@@ -9,6 +9,7 @@ import json
 import threading
 from collections import OrderedDict
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -103,6 +104,11 @@ class Grammars:
             while len(self._kept) > _KEPT:
                 self._kept.popitem(last=False)
         return grammar
+
+    def prepare(self) -> None:
+        """Make ready what all grammars need: half a second in which no other thread runs, and seconds for a large vocabulary."""
+        with suppress(Exception), self._lock:  # what is wrong is told to whoever asks for a grammar
+            self._library()
 
     def _library(self) -> tuple[Any, llguidance.LLTokenizer]:
         try:

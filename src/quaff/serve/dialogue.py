@@ -99,11 +99,12 @@ class Dialogue:
 
     def keep(self, prompt: ChatPrompt, ids: Sequence[int], call: str = "") -> None:
         """Remember a finished answer, its end token included. `call`: the id under which its first tool call went out."""
+        if not ids or ids[-1] not in self.tokenizer.end_ids:
+            self._replies.keep(prompt.text, self._said(ids), tuple(ids), call)
+            return
         # A template ends every answer in one way, whichever of the end tokens the model chose.
-        ends = (self.tokenizer.eos_id, ids[-1]) if ids and ids[-1] in self.tokenizer.end_ids else ids[-1:]
-        for end in dict.fromkeys(end for end in ends if end is not None):
-            whole = (*ids[:-1], end)
-            self._replies.keep(prompt.text, self.tokenizer.decode(whole, skip_special=False), whole, call)
+        for end in dict.fromkeys(end for end in (self.tokenizer.eos_id, ids[-1]) if end is not None):
+            self._replies.keep(prompt.text, self._said(ids[:-1]) + self.tokenizer.token_text(end), (*ids[:-1], end), call)
 
     def grammar(self, prompt: ChatPrompt, tools: Tools | None = None, form: Form | None = None) -> Grammar | None:
         """What an answer to a prompt must look like; None when it is free. Reasoning may come first where the template knows it.
@@ -144,11 +145,15 @@ class Dialogue:
         reply = self._replies.with_call(str(calls[0].get("id"))) if self.dialect.verbatim else None
         if reply is None:
             return message
-        ids = [token for token in reply.ids if token not in self.tokenizer.end_ids]
-        text = self.tokenizer.decode(ids, skip_special=False)
+        text = self._said([token for token in reply.ids if token not in self.tokenizer.end_ids])
         if self._says(text, message.get("content") or "", calls):
             return {"role": message["role"], "content": text}
         return message
+
+    def _said(self, ids: Sequence[int]) -> str:
+        """What a client saw of a reply: control tokens that are no marks have no text."""
+        decoder = self.tokenizer.decoder(shown=self.shown)
+        return "".join([decoder.push(token) for token in ids]) + decoder.finish()
 
     def _says(self, text: str, content: str, calls: Sequence[Mapping[str, Any]]) -> bool:
         """Whether a reply is this content and these calls: clients may change what they send back."""

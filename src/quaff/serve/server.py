@@ -117,6 +117,7 @@ class Server:
             llm = await asyncio.to_thread(self._load, progress)
             self._service.open(llm)
             self._on_ready(llm)
+            await asyncio.to_thread(self._service.prepare)
         except _Stopped:
             pass
         except BaseException as error:

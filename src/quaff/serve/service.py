@@ -47,6 +47,11 @@ class Service:
         self._llm, self._loop = llm, loop
         self.metrics.watch(llm, loop)
 
+    def prepare(self) -> None:
+        """Do beforehand what the first request of its kind would hold up everyone with."""
+        if self._dialogue is not None:
+            self._dialogue.grammars.prepare()
+
     def close(self) -> None:
         """Refuse new requests, end the running ones and the loop, and let go of the model. A second call does nothing."""
         self._closing = True

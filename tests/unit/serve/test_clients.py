@@ -420,3 +420,7 @@ def test_an_answer_that_is_there_is_sent_whole_though_the_server_is_closed(tiny:
     assert any(
         end in answer.body for end in (b"data: [DONE]", b"event: message_stop", b"event: response.completed", b"event: response.incomplete")
     )
+
+
+def test_what_the_first_grammar_needs_is_made_before_anyone_asks_for_it(quick: Live) -> None:
+    until(lambda: quick.service.dialogue.grammars._words is not None)

@@ -98,6 +98,14 @@ def test_an_answer_that_was_cut_short_comes_back_too() -> None:
     assert d.tokenizer.decode(second.tokens, skip_special=False) == second.text
 
 
+def test_control_tokens_that_a_client_does_not_see_are_part_of_a_reply() -> None:
+    d = dialogue()
+    ids, first = d.tokenizer.vocabulary.ids, d.prompt(said("hello"))
+    reply = (*letters(d, "hel"), ids["<|im_start|>"], *letters(d, "lo"), ids["<|endoftext|>"])
+    d.keep(first, (*reply, ids[END]))
+    assert d.prompt(said("hello", "hello", "hello")).tokens[: len(first.tokens) + 8] == (*first.tokens, *reply, ids[END])
+
+
 def test_a_reply_that_was_changed_or_moved_is_read_anew() -> None:
     d = dialogue()
     first = d.prompt(said("hello"))

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.tiny import CASES, SPECIAL
+from tests.tiny import CASES
 from tests.unit.serve.asgi import Caller, calling
 
 import quaff
@@ -20,8 +20,6 @@ from quaff.serve.settings import Settings
 
 KINDS = ("llama-gqa", "gemma3", "lfm2", "qwen35", "kimi-linear", "deepseek2", "gpt-oss")
 TURNS = 6
-OPENING = {str(SPECIAL.index("<|im_start|>")): -100}
-"""No model that was trained writes this mark into an answer, and no client sends it back."""
 RESULT = "The valve of pump {} reads 3.1 bar at 14:05; the reservoir stands at 71 %. "
 
 
@@ -49,8 +47,7 @@ class Branch:
         if not self.messages:
             self.messages = [{"role": "system", "content": f"You are {self.name}. " + RESULT.format(0) * 3}]
         self.messages.append({"role": "user", "content": RESULT.format(turn)})
-        sampling = {"max_tokens": 12, "temperature": 0.7, "seed": turn, "logprobs": True, "top_logprobs": 5}
-        return {"messages": list(self.messages), "logit_bias": OPENING} | sampling
+        return {"messages": list(self.messages), "max_tokens": 12, "temperature": 0.7, "seed": turn, "logprobs": True, "top_logprobs": 5}
 
 
 def reply(call: Caller, body: dict[str, Any]) -> dict[str, Any]:
