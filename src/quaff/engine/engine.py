@@ -29,7 +29,7 @@ from quaff.engine.runner import Runner
 from quaff.engine.sampler import Constraint, SamplingParams, TokenLogprobs, describe, sample
 from quaff.engine.scheduler import NO_LOGITS, Scheduler, Work
 from quaff.engine.speculate import Lookup
-from quaff.errors import MemoryBudgetError, NonFiniteError
+from quaff.errors import ClosedError, MemoryBudgetError, NonFiniteError
 from quaff.graph.program import Graph, OpKind
 from quaff.schedule import Order
 from quaff.weights.budget import human_bytes, memory_limit_bytes
@@ -299,11 +299,11 @@ class Engine:
         )
 
     def enter(self, request: Request) -> None:
-        """Queue a request that `request` made; ValueError when the model is closed."""
+        """Queue a request that `request` made; ClosedError when the model is closed."""
         with self._working():
             self._sweep()
             if self._closed:
-                raise ValueError("the model is closed")
+                raise ClosedError("the model is closed")
             if request.base is not None:
                 self._fork(request, request.base, request.base_tokens)
                 request.base, request.base_tokens = None, ()
@@ -516,10 +516,10 @@ class Engine:
             self.decode_stream += after - before
 
     def call(self, function: Callable[[], T]) -> T:
-        """Run a function between two steps: it may read and change the cache. ValueError when the model is closed."""
+        """Run a function between two steps: it may read and change the cache. ClosedError when the model is closed."""
         with self._working():
             if self._closed:
-                raise ValueError("the model is closed")
+                raise ClosedError("the model is closed")
             return function()
 
     def sweep(self, blocking: bool = True) -> None:

@@ -14,7 +14,7 @@ from tests.tiny import CASES
 import quaff
 from quaff import LLM, SamplingParams
 from quaff.engine.disk import DiskTier
-from quaff.errors import ConfigError
+from quaff.errors import ClosedError, ConfigError
 
 TOKENS = prompt(300, 700, seed=1)
 
@@ -187,7 +187,7 @@ def test_closing_waits_for_what_is_to_be_written_and_ends_the_rest(path: Path, s
         read(llm, prompt(300, 300, seed))
     llm.close()
     assert not [t for t in threading.enumerate() if t.name == "quaff-store"]
-    with pytest.raises(ValueError, match="closed"):
+    with pytest.raises(ClosedError, match="closed"):
         llm.restore([*prompt(300, 300, 0), 1])
     with load(path, store) as again:
         assert [again.restore([*prompt(300, 300, seed), 1]) for seed in range(5)] == [300] * 5

@@ -19,7 +19,7 @@ import quaff.engine.engine as engine_module
 import quaff.engine.runner as runner_module
 from quaff import LLM, SamplingParams, _native
 from quaff.checkpoint import open_checkpoint
-from quaff.errors import ConfigError, MemoryBudgetError, NonFiniteError, PromptError, UnsupportedError
+from quaff.errors import ClosedError, ConfigError, MemoryBudgetError, NonFiniteError, PromptError, UnsupportedError
 
 PARAMS = SamplingParams(max_tokens=12, temperature=0.9, seed=3, ignore_eos=True)
 
@@ -632,7 +632,7 @@ def test_a_closed_model_says_so(path: Path) -> None:
     llm = quaff.load(path, threads=1, chunk=16)
     llm.close()
     llm.close()
-    with pytest.raises(ValueError, match="closed"):
+    with pytest.raises(ClosedError, match="closed"):
         llm.generate("a")
 
 

@@ -7,6 +7,7 @@ import gc
 import json
 import random
 import threading
+import time
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -147,7 +148,13 @@ def test_requests_leave_nothing_behind(served: Served) -> None:
     assert cache.held_bytes == 0 and served.llm.accountant.used_bytes == used
     assert threading.active_count() <= threads
     assert not any(after[kind] for kind in OF_ONE_REQUEST)
-    more = {kind.__name__: n - before[kind] for kind, n in after.items() if n > before[kind]}
+    for _ in range(5):
+        more = {kind.__name__: n - before[kind] for kind, n in after.items() if n > before[kind]}
+        if sum(after.values()) - sum(before.values()) <= SLACK_OBJECTS:
+            break
+        # What the other threads of this process hold comes and goes; what was left behind stays.
+        time.sleep(0.1)
+        after = served.objects()
     assert sum(after.values()) - sum(before.values()) <= SLACK_OBJECTS, more
 
 
