@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 import json
 import random
-import time
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -105,16 +104,11 @@ def test_chat_template() -> None:
         tokenizer("gemma3").encode_chat([{"role": "user", "content": "Hi"}])
 
 
-def test_loading_and_long_texts_are_fast() -> None:
-    start = time.perf_counter()
-    gemma3 = Tokenizer.from_metadata(metadata("gemma3"))
-    # About 0.6 s for 262,144 tokens; the limits leave room for a busy machine.
-    assert time.perf_counter() - start < 3
+@pytest.mark.parametrize("name", MODELS)
+def test_long_texts_and_long_runs_come_back(name: str) -> None:
+    """100,000 characters that merge with each other would take hours where the work grows with their square."""
     for text in ("ab" * 50_000, " " * 100_000, "\n" * 100_000, CORPUS["mixed"] * 2_000, CORPUS["chinese"] * 2_000):
-        for one in (gemma3, tokenizer("smollm2")):
-            start = time.perf_counter()
-            one.encode(text)
-            assert time.perf_counter() - start < 3
+        assert tokenizer(name).decode(tokenizer(name).encode(text, add_special=False)) == text
 
 
 def test_metadata_may_hold_lists_or_arrays() -> None:

@@ -10,7 +10,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -463,12 +462,3 @@ def test_an_unknown_instruction_set_is_one_line(model: Path, verb: str) -> None:
     out, error = process.communicate(timeout=60)
     assert process.returncode == 1 and out == b"" and error.startswith(b"error: ") and error.count(b"\n") == 1
     assert b"'bogus'" in error and b"scalar" in error
-
-
-def test_start_is_quick() -> None:
-    times = []
-    for _ in range(3):
-        began = time.perf_counter()
-        assert quaff("--help").communicate(timeout=60)[0]
-        times.append(time.perf_counter() - began)
-    assert min(times) < 2.0  # a third of a second alone; the bound leaves room for a busy machine
