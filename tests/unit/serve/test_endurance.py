@@ -9,6 +9,7 @@ import random
 import threading
 from collections import Counter
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -128,6 +129,8 @@ def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
         service = Service(Settings("tiny", max_tokens=24))
         service.open(llm)
         with calling(make_app(service)) as call:
+            # One thread: others come when they are needed, which may be at any time, and would look like something left behind.
+            call.loop.set_default_executor(ThreadPoolExecutor(1))
             yield Served(call, service, llm)
         service.close()
 
