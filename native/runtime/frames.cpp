@@ -2,11 +2,13 @@
 #include "pack/memory.h"
 
 #include <algorithm>
+#include <iterator>
 
 namespace quaff {
 namespace {
 
-constexpr size_t kPatience = 16; // frames that come and go around a boundary are no reason to give memory back
+constexpr size_t kPatience = 16;                   // frames that come and go around a boundary are no reason to give memory back
+constexpr int64_t kReadyBytes = int64_t{16} << 20; // kept in any case: the next short prompt shall not wait for the system to clear pages
 
 } // namespace
 
@@ -46,11 +48,19 @@ void Frames::give(int32_t id) {
 }
 
 void Frames::hand_back(size_t count) {
-    for (size_t i = 0; i < count; ++i)
+    count = std::min(count, spare_.size() - std::min(spare_.size(), static_cast<size_t>(kReadyBytes / bytes_)));
+    const auto end = spare_.begin() + static_cast<std::ptrdiff_t>(count);
+    std::sort(spare_.begin(), end, [](const Frame& a, const Frame& b) { return a.get() > b.get(); });
+    for (size_t i = 0, next = 0; i < count; i = next) {
+        // Neighbours go together, or the huge pages that they share would be split, and never come back as such.
+        for (next = i + 1; next < count && spare_[next].get() + bytes_ == spare_[next - 1].get(); ++next) {
+        }
         // Addresses are used again: slabs have other tenants, and give none back while one of them is there.
-        if (release_memory(spare_[i].get(), static_cast<size_t>(bytes_)))
-            empty_.push_back(std::move(spare_[i]));
-    spare_.erase(spare_.begin(), spare_.begin() + static_cast<std::ptrdiff_t>(count));
+        if (release_memory(spare_[next - 1].get(), static_cast<size_t>(bytes_) * (next - i)))
+            std::move(spare_.begin() + static_cast<std::ptrdiff_t>(i), spare_.begin() + static_cast<std::ptrdiff_t>(next),
+                      std::back_inserter(empty_));
+    }
+    spare_.erase(spare_.begin(), end);
     unneeded_ = spare_.size();
     given_ = 0;
 }

@@ -226,7 +226,7 @@ from quaff.config import Workload
 from quaff.llm import load
 from quaff.weights.budget import process_memory_bytes
 path, tokens = sys.argv[1], int(sys.argv[2])
-budget = process_memory_bytes()[0] + (78 << 20)
+budget = process_memory_bytes()[0] + (84 << 20)
 with load(path, threads=1, memory=budget, workload=Workload(4096, logits_rows=1)) as llm:
     llm.prefill([i * 7919 % llm.config.vocab for i in range(tokens)], logits="last").state.close()
     assert llm.streamed

@@ -453,21 +453,22 @@ def test_steps_that_take_and_give_as_many_again_keep_their_memory() -> None:
         assert (pool.slots_in_use, pool.spare_slots) == (100, 100), step
 
 
-def test_memory_that_nobody_needs_is_handed_back() -> None:
-    pool = _native.PagePool(1, 1, 16, 16)
-    pages = [pool.take() for _ in range(400)]
+def test_memory_that_nobody_needs_is_handed_back_but_for_16_mib() -> None:
+    pool = _native.PagePool(16, 1, 128, 128)
+    ready = (16 << 20) // pool.page_bytes
+    pages = [pool.take() for _ in range(100)]
     pool.view(pages[0])[:] = 7
     for page in pages[10:]:
         pool.give(page)
     for _ in range(2 * (pool.pages_in_use + 20)):
         pool.give(pool.take())
-    assert (pool.pages_in_use, pool.spare_pages) == (10, 1)
+    assert (pool.pages_in_use, pool.spare_pages) == (10, ready)
     assert (pool.view(pages[0]) == 7).all()
-    again = [pool.take() for _ in range(390)]
+    again = [pool.take() for _ in range(90)]
     assert not any(pool.view(page).any() for page in again), "a page is zeroed, wherever its memory comes from"
     for page in (*pages[:10], *again):
         pool.give(page)
-    assert (pool.pages_in_use, pool.spare_pages) == (0, 0)
+    assert (pool.pages_in_use, pool.spare_pages) == (0, ready)
 
 
 BURST = """
@@ -493,7 +494,7 @@ print(before, most, resident())
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="resident memory is read from /proc")
-def test_a_burst_leaves_no_memory_behind() -> None:
+def test_a_burst_leaves_little_memory_behind() -> None:
     result = subprocess.run([sys.executable, "-c", BURST], capture_output=True, text=True, check=True)
     before, most, after = map(int, result.stdout.split())
-    assert most - before > 290 and after - before < 20
+    assert most - before > 290 and after - before < 30
