@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import json
+import logging
 import random
 import threading
 from collections import Counter
@@ -42,6 +43,14 @@ SLACK_OBJECTS = 3
 WORDS = ("valve", "pump", "seven", "three", "bar", "reservoir", "seventy", "percent", "height")
 PARAMETERS = {"type": "object", "properties": {"pump": {"type": "integer", "minimum": 1, "maximum": 9}}, "required": ["pump"]}
 SAMPLING = {"model": "tiny", "temperature": 0.8, "seed": 5}
+
+
+@pytest.fixture(autouse=True)
+def no_records() -> Iterator[None]:
+    """Of a line that is logged the test runner keeps a record: one more object for every request, where another test turned lines on."""
+    logging.disable(logging.INFO)
+    yield
+    logging.disable(logging.NOTSET)
 
 
 def text(rng: random.Random, words: int) -> str:
