@@ -1,5 +1,5 @@
-// Memory in frames of one size, by id. What is given back serves the next frame; what nobody needs for a while goes back to the
-// system, all but a little.
+// Memory in frames of one size, by id. What is given back serves the next frame; what nobody needs for a while goes back to the system, but for
+// a little.
 #pragma once
 #include <cstdint>
 #include <memory>
@@ -16,7 +16,7 @@ public:
     int64_t spare() const { return static_cast<int64_t>(spare_.size()); } // given back, and still resident
 
     int32_t take();        // its bytes are those of an earlier use, or zero; throws std::bad_alloc
-    void give(int32_t id); // the last frame gives memory back at once
+    void give(int32_t id); // what the last frame leaves goes back at once, but for that little
     bool holds(int32_t id) const { return id >= 0 && id < static_cast<int32_t>(frames_.size()) && frames_[static_cast<size_t>(id)]; }
     uint8_t* data(int32_t id) const { return frames_[static_cast<size_t>(id)].get(); }
     const std::shared_ptr<uint8_t>& memory(int32_t id) const { return frames_[static_cast<size_t>(id)]; }
