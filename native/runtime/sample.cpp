@@ -31,13 +31,29 @@ double natural_log(double z) {
     return n * 0x1.62e42feep-1 + (2 * (s + s * tail) + n * 0x1.a39ef35793c76p-33);
 }
 
-// Largest logit; NaN when the row cannot be used.
-float usable_maximum(const KernelTable& k, const float* x, int64_t n) {
-    for (int64_t i = 0; i < n; ++i)
-        if (!(x[i] < INFINITY))
-            return NAN;
-    const float m = k.row_max(x, n);
-    return m > -INFINITY ? m : NAN;
+struct Top {
+    float value; // NaN when the row cannot be used
+    int64_t at;  // the lowest of those that are equal
+};
+
+// The largest logit, in blocks, which stay in the nearest cache: it is read twice there, and a third time where the largest was.
+Top top_of(const KernelTable& k, const float* x, int64_t n) {
+    constexpr int64_t kBlock = 2048;
+    Top top{-INFINITY, 0};
+    for (int64_t at = 0; at < n; at += kBlock) {
+        const int64_t count = std::min(kBlock, n - at);
+        int32_t bad = 0; // counted, for compilers turn that into vectors
+        for (int64_t i = at; i < at + count; ++i)
+            bad += !(x[i] < INFINITY);
+        if (bad)
+            return {NAN, 0};
+        const float m = k.row_max(x + at, count);
+        if (m > top.value)
+            top = {m, at};
+    }
+    if (!(top.value > -INFINITY))
+        return {NAN, 0};
+    return {top.value, std::find(x + top.at, x + n, top.value) - x};
 }
 
 // A candidate: the order of its logit, turned so that ascending words are descending logits, above its id.
@@ -84,32 +100,35 @@ int64_t sample_token(const KernelTable& k, const float* logits, int64_t vocab, c
     if (vocab < 1 || vocab > INT32_MAX || !(o.temperature >= 0) || !(o.temperature < INFINITY) || o.top_k < 0 || !(o.top_p > 0) ||
         !(o.min_p >= 0) || !(o.repetition_penalty > 0) || !(o.repetition_penalty < INFINITY))
         return kBadArgument;
-    std::vector<float> x(logits, logits + vocab);
+    const float* x = logits;
+    std::vector<float> penalized;
     if (o.repetition_penalty != 1.0f) {
+        penalized.assign(logits, logits + vocab);
+        x = penalized.data();
         std::vector<bool> seen(static_cast<size_t>(vocab));
         for (int64_t i = 0; i < history_size; ++i) {
             if (history[i] < 0 || history[i] >= vocab)
                 return kBadArgument;
             const auto id = static_cast<size_t>(history[i]);
             if (!seen[id])
-                x[id] = x[id] > 0 ? x[id] / o.repetition_penalty : x[id] * o.repetition_penalty;
+                penalized[id] = x[id] > 0 ? x[id] / o.repetition_penalty : x[id] * o.repetition_penalty;
             seen[id] = true;
         }
     }
-    const float m = usable_maximum(k, x.data(), vocab);
+    const auto [m, likeliest] = top_of(k, x, vocab);
     if (std::isnan(m))
         return kNotFinite;
     if (o.temperature == 0)
-        return std::find(x.begin(), x.end(), m) - x.begin();
+        return likeliest;
 
     std::vector<float> p(static_cast<size_t>(vocab));
     for (int64_t i = 0; i < vocab; ++i)
-        p[static_cast<size_t>(i)] = (x[static_cast<size_t>(i)] - m) / o.temperature;
+        p[static_cast<size_t>(i)] = (x[i] - m) / o.temperature;
     k.probabilities(p.data(), 0.0f, p.data(), vocab);
     std::vector<uint64_t> list;
     for (int64_t i = 0; i < vocab; ++i)
         if (p[static_cast<size_t>(i)] > 0) // the others change no sum and are never chosen
-            list.push_back(candidate(x[static_cast<size_t>(i)], i));
+            list.push_back(candidate(x[i], i));
     sort_candidates(list);
 
     const auto weight = [&](size_t i) { return static_cast<double>(p[static_cast<size_t>(id_of(list[i]))]); };
@@ -150,7 +169,7 @@ int64_t log_probabilities(const KernelTable& k, const float* logits, int64_t voc
     const FloatEnvironment environment;
     if (vocab < 1)
         return kBadArgument;
-    const float m = usable_maximum(k, logits, vocab);
+    const float m = top_of(k, logits, vocab).value;
     if (std::isnan(m))
         return kNotFinite;
     double z = 0;

@@ -70,6 +70,27 @@ def test_greedy_takes_the_lower_id_among_equals() -> None:
     assert sample(SamplingParams(temperature=1.0, top_k=1), logits, [1, 2]) == 77
 
 
+@pytest.mark.parametrize("places", [(2047, 2048), (2048, 4095, 4999), (4096, 4097), (0, 4999), (4999,)])
+def test_greedy_looks_at_every_block_of_a_long_row(places: tuple[int, ...]) -> None:
+    logits = np.random.default_rng(1).normal(size=5000).astype(np.float32)
+    logits[list(places)] = logits.max() + 1
+    assert sample(SamplingParams(), logits, [1, 2]) == places[0]
+    for bad in (1, 2047, 2048, 4999):
+        wrong = logits.copy()
+        wrong[bad] = np.nan
+        with pytest.raises(NonFiniteError):
+            sample(SamplingParams(), wrong, [1, 2])
+    with pytest.raises(NonFiniteError):
+        sample(SamplingParams(), np.full(5000, -np.inf, dtype=np.float32), [1, 2])
+
+
+def test_sampling_leaves_the_logits_as_they_are() -> None:
+    logits = LOGITS.copy()
+    for params in (SamplingParams(), SamplingParams(temperature=0.8, repetition_penalty=1.5)):
+        sample(params, logits, list(range(100)))
+        assert (logits == LOGITS).all()
+
+
 @pytest.mark.parametrize("value", [np.nan, np.inf])
 def test_logits_that_are_not_finite_are_named(value: float) -> None:
     logits = LOGITS.copy()
