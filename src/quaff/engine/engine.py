@@ -6,8 +6,8 @@ for all requests. What a request may see of a step is committed after the step: 
 
 from __future__ import annotations
 
+import _signal  # type: ignore[import-not-found]  # `signal` wraps it in look-ups of enums that take 13 us a step
 import itertools
-import signal
 import threading
 import time
 from collections import deque
@@ -407,11 +407,14 @@ class Engine:
 
         KeyboardInterrupt, and what `on_work` raises, end the step early and are raised after the finished prefix has been committed.
         """
-        with self.lock, _interrupts_deferred(self.runner.control.cancel):
+        with self.lock, _Deferral(self.runner.control.cancel):
             if self._busy:
                 raise RuntimeError("a callback of a running step cannot run another one")
-            with self._working():
+            self._busy = True
+            try:
                 self._step(on_work)
+            finally:
+                self._busy = False
 
     def _step(self, on_work: Callable[[int], None] | None) -> None:
         self.runner.control.reset()
@@ -419,7 +422,8 @@ class Engine:
         if self.plan is not None and (self._waiting or not self.plan.resident):
             self._heed_limit(self.plan)
         self._extend()
-        self._admit()
+        if self._waiting:
+            self._admit()
         if self._drafts:
             self._guess()
         pace = self._pace
@@ -828,22 +832,27 @@ class Engine:
             self.cache.free(request.sequence)
 
 
-@contextmanager
-def _interrupts_deferred(cancel: Callable[[], None]) -> Iterator[None]:
+class _Deferral:
     """In the main thread, SIGINT cancels the running step now and raises after the block, when nothing is half done."""
-    if threading.current_thread() is not threading.main_thread() or not callable(signal.getsignal(signal.SIGINT)):
-        yield
-        return
-    caught: list[tuple[int, FrameType | None]] = []
 
-    def handler(number: int, frame: FrameType | None) -> None:
-        caught.append((number, frame))
-        cancel()
+    __slots__ = ("_cancel", "_caught", "_previous")
 
-    previous = signal.signal(signal.SIGINT, handler)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, previous)
-        if caught and callable(previous):
-            previous(*caught[0])
+    def __init__(self, cancel: Callable[[], None]) -> None:
+        self._cancel = cancel
+        self._caught: tuple[int, FrameType | None] | None = None
+        self._previous: Callable[[int, FrameType | None], object] | None = None
+
+    def __enter__(self) -> None:
+        if threading.current_thread() is threading.main_thread() and callable(previous := _signal.getsignal(_signal.SIGINT)):
+            self._previous = previous
+            _signal.signal(_signal.SIGINT, self._handle)
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        self._caught = self._caught or (number, frame)
+        self._cancel()
+
+    def __exit__(self, *raised: object) -> None:
+        if self._previous is not None:
+            _signal.signal(_signal.SIGINT, self._previous)
+            if self._caught is not None:
+                self._previous(*self._caught)
