@@ -20,12 +20,35 @@ namespace {
 
 std::span<const int32_t> span(const In<int32_t, 1>& a) { return {a.data(), a.size()}; }
 
-std::vector<std::span<const int32_t>> spans(const std::vector<In<int32_t, 1>>& arrays) {
-    std::vector<std::span<const int32_t>> out;
-    for (const auto& a : arrays)
-        out.push_back(span(a));
-    return out;
-}
+// batch.Segment: tokens, the position of the first, page tables and states by kind.
+using SegmentTuple = std::tuple<In<int32_t, 1>, int32_t, std::vector<In<int32_t, 1>>, std::vector<In<int32_t, 1>>>;
+
+// The rows of all segments, for as long as a step's input points at them.
+struct Rows {
+    Rows(const std::vector<SegmentTuple>& segments, size_t kinds, size_t state_kinds, StepInput& in) {
+        in.page_tables.resize(kinds);
+        in.states.resize(state_kinds);
+        int32_t index = 0;
+        for (const auto& [some, start, tables, slots] : segments) {
+            if (tables.size() != kinds || slots.size() != state_kinds)
+                throw std::invalid_argument("step: a segment has one page table per KV kind, and one list of slots per kind of state");
+            const auto count = static_cast<int32_t>(some.size());
+            tokens.insert(tokens.end(), some.data(), some.data() + count);
+            for (int32_t row = 0; row < count; ++row)
+                positions.push_back(static_cast<int32_t>(int64_t{start} + row));
+            segment_of_row.insert(segment_of_row.end(), some.size(), index++);
+            for (size_t k = 0; k < kinds; ++k)
+                in.page_tables[k].push_back(span(tables[k]));
+            for (size_t k = 0; k < state_kinds; ++k)
+                in.states[k].push_back(span(slots[k]));
+        }
+        in.tokens = tokens;
+        in.positions = positions;
+        in.segment_of_row = segment_of_row;
+    }
+
+    std::vector<int32_t> tokens, positions, segment_of_row;
+};
 
 BlockRows blocks_of(const In<uint8_t, 1>& data) { return {data.data(), static_cast<int64_t>(data.size())}; }
 
@@ -293,6 +316,23 @@ void bind_program(nb::module_& m) {
         .def_prop_ro("stages", [](const Model& self) { return self.stages.size(); });
 }
 
+constexpr std::pair<const char*, int64_t Counters::*> kCounters[] = {
+    {"weight_bytes_touched", &Counters::weight_bytes_touched},
+    {"embedding_bytes_touched", &Counters::embedding_bytes_touched},
+    {"head_bytes_touched", &Counters::head_bytes_touched},
+    {"launches", &Counters::launches},
+    {"macs", &Counters::macs},
+    {"attention_macs", &Counters::attention_macs},
+    {"state_macs", &Counters::state_macs},
+    {"head_macs", &Counters::head_macs},
+    {"head_rows", &Counters::head_rows},
+    {"kv_bytes_written", &Counters::kv_bytes_written},
+    {"expert_rows", &Counters::expert_rows},
+    {"experts_touched", &Counters::experts_touched},
+    {"expert_bytes_touched", &Counters::expert_bytes_touched},
+    {"weight_bytes_loaded", &Counters::weight_bytes_loaded},
+};
+
 void bind_step(nb::module_& m) {
     nb::class_<Control>(m, "Control")
         .def(nb::init<>())
@@ -307,17 +347,32 @@ void bind_step(nb::module_& m) {
         .def_prop_ro("cells_done", [](const Control& c) { return c.cells_done.load(); })
         .def_prop_ro("work_done", [](const Control& c) { return c.work_done.load(); });
 
+    nb::class_<Counters>(m, "Counters")
+        .def(nb::init<>())
+        .def(
+            "add",
+            [](Counters& sum, const Counters& other) {
+                for (const auto& [name, field] : kCounters)
+                    sum.*field += other.*field;
+            },
+            "other"_a)
+        .def("as_dict", [](const Counters& c) {
+            nb::dict d;
+            for (const auto& [name, field] : kCounters)
+                d[name] = c.*field;
+            return d;
+        });
+
     nb::class_<StepResult>(m, "StepResult")
         .def_ro("cells_done", &StepResult::cells_done)
-        .def_prop_ro(
-            "poisoned",
-            [](const StepResult& r) {
-                int32_t* out;
-                auto array = new_array<int32_t>({r.poisoned.size()}, &out);
-                std::copy(r.poisoned.begin(), r.poisoned.end(), out);
-                return array;
-            },
-            nb::rv_policy::automatic) // the default of a property would tie the array to the result, but it owns its values
+        .def_ro("counters", &StepResult::counters)
+        .def_prop_ro("poisoned",
+                     [](const StepResult& r) {
+                         nb::list out;
+                         for (int32_t p : r.poisoned)
+                             out.append(p != 0);
+                         return nb::tuple(out);
+                     })
         .def_prop_ro(
             "op_seconds",
             [](const StepResult& r) {
@@ -326,26 +381,7 @@ void bind_step(nb::module_& m) {
                 std::copy(r.op_seconds.begin(), r.op_seconds.end(), out);
                 return array;
             },
-            nb::rv_policy::automatic)
-        .def_prop_ro("counters", [](const StepResult& r) {
-            const Counters& c = r.counters;
-            nb::dict d;
-            d["weight_bytes_touched"] = c.weight_bytes_touched;
-            d["embedding_bytes_touched"] = c.embedding_bytes_touched;
-            d["head_bytes_touched"] = c.head_bytes_touched;
-            d["launches"] = c.launches;
-            d["macs"] = c.macs;
-            d["attention_macs"] = c.attention_macs;
-            d["state_macs"] = c.state_macs;
-            d["head_macs"] = c.head_macs;
-            d["head_rows"] = c.head_rows;
-            d["kv_bytes_written"] = c.kv_bytes_written;
-            d["expert_rows"] = c.expert_rows;
-            d["experts_touched"] = c.experts_touched;
-            d["expert_bytes_touched"] = c.expert_bytes_touched;
-            d["weight_bytes_loaded"] = c.weight_bytes_loaded;
-            return d;
-        });
+            nb::rv_policy::automatic); // the default of a property would tie the array to the result, but it owns its values
 
     nb::class_<Runtime>(m, "Runtime")
         .def(nb::init<int>(), "threads"_a)
@@ -357,22 +393,14 @@ void bind_step(nb::module_& m) {
         .def(
             "step",
             [](Runtime& self, Model& model, const std::vector<PagePool*>& pools, const std::vector<StatePool*>& state_pools,
-               In<int32_t, 1> tokens, In<int32_t, 1> positions, In<int32_t, 1> segment_of_row,
-               const std::vector<std::vector<In<int32_t, 1>>>& page_tables, const std::vector<std::vector<In<int32_t, 1>>>& states,
-               In<int32_t, 1> cell_stage, In<int32_t, 1> cell_ranges, In<int32_t, 2> ranges, In<int32_t, 1> logits_rows,
-               Out<float, 2> logits, Control& control, bool profile) {
+               const std::vector<SegmentTuple>& segments, In<int32_t, 1> cell_stage, In<int32_t, 1> cell_ranges, In<int32_t, 2> ranges,
+               In<int32_t, 1> logits_rows, Out<float, 2> logits, Control& control, bool profile) {
                 if (ranges.shape(1) != 2)
                     throw std::invalid_argument("step: ranges must be [n, 2]");
                 if (logits.shape(0) != logits_rows.size() || static_cast<int64_t>(logits.shape(1)) != model.outputs)
                     throw std::invalid_argument("step: logits must be [len(logits_rows), outputs]");
                 StepInput in;
-                in.tokens = span(tokens);
-                in.positions = span(positions);
-                in.segment_of_row = span(segment_of_row);
-                for (const auto& kind : page_tables)
-                    in.page_tables.push_back(spans(kind));
-                for (const auto& kind : states)
-                    in.states.push_back(spans(kind));
+                const Rows rows(segments, pools.size(), state_pools.size(), in);
                 in.cell_stage = span(cell_stage);
                 in.cell_ranges = span(cell_ranges);
                 in.ranges = {ranges.data(), ranges.size()};
@@ -384,8 +412,8 @@ void bind_step(nb::module_& m) {
                 nb::gil_scoped_release release;
                 return self.step(model, held, held_states, in, control);
             },
-            "model"_a, "pools"_a, "state_pools"_a, "tokens"_a, "positions"_a, "segment_of_row"_a, "page_tables"_a, "states"_a,
-            "cell_stage"_a, "cell_ranges"_a, "ranges"_a, "logits_rows"_a, "logits"_a, "control"_a, "profile"_a = false);
+            "model"_a, "pools"_a, "state_pools"_a, "segments"_a, "cell_stage"_a, "cell_ranges"_a, "ranges"_a, "logits_rows"_a, "logits"_a,
+            "control"_a, "profile"_a = false);
 }
 
 } // namespace

@@ -196,11 +196,7 @@ class Runtime:
         model: Model,
         pools: Sequence[PagePool],
         state_pools: Sequence[StatePool],
-        tokens: I32,  # [rows]
-        positions: I32,  # [rows]
-        segment_of_row: I32,  # [rows], ascending
-        page_tables: Sequence[Sequence[I32]],  # [kind][segment] -> page ids by position // 64 (-1: freed)
-        states: Sequence[Sequence[I32]],  # [kind][segment] -> the slot before (-1: none), then pairs (rows, slot): see batch.Segment
+        segments: Sequence[tuple[I32, int, Sequence[I32], Sequence[I32]]],  # tokens, start, tables and states: see batch.Segment
         cell_stage: I32,  # [cells]
         cell_ranges: I32,  # [cells + 1], CSR into ranges
         ranges: I32,  # [n, 2] row begin, end
@@ -210,15 +206,22 @@ class Runtime:
         profile: bool = False,
     ) -> StepResult: ...
 
+class Counters:
+    """Sums of what steps did: see batch.Counters."""
+
+    def __init__(self) -> None: ...
+    def add(self, other: Counters) -> None: ...
+    def as_dict(self) -> dict[str, int]: ...
+
 class StepResult:
     @property
     def cells_done(self) -> int: ...  # < cells when cancelled
     @property
-    def poisoned(self) -> I32: ...  # [segments] 1 where a row became non-finite
+    def poisoned(self) -> tuple[bool, ...]: ...  # segments of which a row became non-finite
     @property
     def op_seconds(self) -> NDArray[np.float64]: ...  # with profile: one per op of every stage, stages in order, summed over cells
     @property
-    def counters(self) -> dict[str, int]: ...  # see batch.Counters
+    def counters(self) -> Counters: ...
 
 def sample(
     logits: F32,  # [vocab]

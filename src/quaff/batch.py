@@ -10,6 +10,8 @@ from typing import Any, Self
 import numpy as np
 from numpy.typing import NDArray
 
+from quaff import _native
+
 PAGE = 64
 """Positions of a KV page (NUMERICS 16); pages start at absolute multiples of it."""
 
@@ -36,6 +38,10 @@ class Segment:
         return len(self.tokens)
 
 
+Shape = tuple[tuple[int, tuple[int, ...]], ...]
+"""Of every segment of a batch its number of rows, and those whose logits are wanted: all that its schedules depend on."""
+
+
 @dataclass(frozen=True, slots=True)
 class Batch:
     """Segments of different sequences, computed together. Row r of the batch is the r-th token of all segments in order."""
@@ -47,19 +53,8 @@ class Batch:
         return sum(s.rows for s in self.segments)
 
     @property
-    def spans(self) -> tuple[tuple[int, int], ...]:
-        """(first row, end row) of every segment in the batch."""
-        out, row = [], 0
-        for s in self.segments:
-            out.append((row, row + s.rows))
-            row += s.rows
-        return tuple(out)
-
-    @property
-    def logits_rows(self) -> NDArray[np.int32]:
-        """Batch rows whose logits are wanted, ascending."""
-        rows = [begin + r for (begin, _), s in zip(self.spans, self.segments, strict=True) for r in s.logits]
-        return np.asarray(rows, dtype=np.int32)
+    def shape(self) -> Shape:
+        return tuple([(s.rows, s.logits) for s in self.segments])
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +122,8 @@ class Counters(Sums):
 
 @dataclass(frozen=True, slots=True)
 class Logits:
-    """Result of one step. `values[i]` are the f32 logits of batch row `rows[i]`; a cancelled step has those whose head was done.
+    """Result of one step. `values[i]` are the f32 logits of batch row `rows[i]`; a cancelled step has those whose head was done. They are
+    overwritten by the next step of the same runner.
 
     `finished[i]` counts the leading rows of segment i whose state is complete in every mixer (with recurrent layers all rows or none);
     `poisoned[i]` says that a row of segment i became non-finite (NUMERICS 7): nothing of that segment may be published or cached.
@@ -137,4 +133,8 @@ class Logits:
     values: NDArray[np.float32]
     finished: tuple[int, ...]
     poisoned: tuple[bool, ...]
-    counters: Counters
+    spent: _native.Counters
+
+    @property
+    def counters(self) -> Counters:
+        return Counters(**self.spent.as_dict())

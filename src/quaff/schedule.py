@@ -12,12 +12,13 @@ from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import accumulate
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from quaff.batch import Batch, Counters
+from quaff.batch import Counters, Shape
 from quaff.config import Schedule
 from quaff.errors import ConfigError, ScheduleError
 from quaff.graph.program import Graph, StageKind, StageSpec
@@ -42,8 +43,11 @@ class Grid:
     logits_rows: tuple[int, ...]
 
     @staticmethod
-    def of(stages: tuple[StageKind, ...], batch: Batch) -> Grid:
-        return Grid(stages, batch.spans, tuple(batch.logits_rows.tolist()))
+    def of(stages: tuple[StageKind, ...], shape: Shape) -> Grid:
+        """The grid of a batch."""
+        ends = list(accumulate(rows for rows, _ in shape))
+        spans = tuple((end - rows, end) for end, (rows, _) in zip(ends, shape, strict=True))
+        return Grid(stages, spans, tuple(begin + row for (begin, _), (_, logits) in zip(spans, shape, strict=True) for row in logits))
 
     @property
     def rows(self) -> int:
@@ -196,15 +200,19 @@ def _advance(grid: Grid, starts: list[int], next_row: list[int], stage: int, beg
 
 @dataclass(frozen=True, slots=True)
 class CompiledSchedule:
-    """A checked order as the arrays of a native step: `stage` [cells], `offsets` [cells + 1] into `ranges` [n, 2], all int32.
+    """A checked order of a grid as the arrays of a native step: `stage` [cells], `offsets` [cells + 1] into `ranges` [n, 2], and
+    `logits_rows`, all int32.
 
-    `largest` is the number of rows of the largest cell.
+    `largest` is the number of rows of the largest cell, `lengths` are those of the sequences.
     """
 
+    grid: Grid
     stage: NDArray[np.int32]
     offsets: NDArray[np.int32]
     ranges: NDArray[np.int32]
+    logits_rows: NDArray[np.int32]
     largest: int
+    lengths: tuple[int, ...]
 
     @property
     def cells(self) -> int:
@@ -221,16 +229,20 @@ def compile_cells(grid: Grid, cells: Iterable[Cell]) -> CompiledSchedule:
     check_schedule(grid, listed)
     ranges = [r for cell in listed for r in cell.ranges]
     return CompiledSchedule(
+        grid,
         np.array([cell.stage for cell in listed], dtype=np.int32),
         np.cumsum([0] + [len(cell.ranges) for cell in listed], dtype=np.int32),
         np.array(ranges, dtype=np.int32).reshape(len(ranges), 2),
+        np.array(grid.logits_rows, dtype=np.int32),
         max((sum(end - begin for begin, end in cell.ranges) for cell in listed), default=0),
+        tuple(end - begin for begin, end in grid.spans),
     )
 
 
 @lru_cache(maxsize=64)
-def compile_order(grid: Grid, order: Order) -> CompiledSchedule:
-    """`compile_cells` of a named order; decode steps repeat one grid for ever, so their cells are made and checked once."""
+def compile_order(stages: tuple[StageKind, ...], shape: Shape, order: Order) -> CompiledSchedule:
+    """`compile_cells` of a named order; decode steps repeat one shape for ever, so their cells are made and checked once."""
+    grid = Grid.of(stages, shape)
     return compile_cells(grid, order.cells(grid))
 
 

@@ -114,15 +114,16 @@ class Tinyrun:
         for sequence, tokens in rows:
             segments.append(self.cache.segment(sequence, np.array(tokens, dtype=np.int32), range(len(tokens))))
         batch = Batch(tuple(segments))
-        cells = list(order.cells(self.runner.grid(batch)) if isinstance(order, Order) else order)
+        grid = self.runner.grid(batch)
+        cells = list(order.cells(grid) if isinstance(order, Order) else order)
         result = self.runner.run(batch, order if isinstance(order, Order) else cells)
         if checked:
-            expected = predict(self.runner.costs, batch.spans, [s.start for s in segments], cells)
+            expected = predict(self.runner.costs, grid.spans, [s.start for s in segments], cells)
             assert result.counters.fixed == expected.fixed, f"counted {result.counters}, predicted {expected}"
         assert result.finished == tuple(s.rows for s in segments)
         assert not any(result.poisoned)
         assert len(result.rows) == batch.rows
-        for segment, (begin, end), trace in zip(segments, batch.spans, traces, strict=True):
+        for segment, (begin, end), trace in zip(segments, grid.spans, traces, strict=True):
             trace.logits.append(result.values[begin:end].copy())
             trace.kv.append([self._kv(k, segment.tables[k], segment.start, end - begin) for k in range(len(self.pools))])
             trace.states = self._states(segment)

@@ -14,7 +14,8 @@ def run(model: Tinyrun, n: int, order: Order, logits: tuple[int, ...]) -> Counte
     sequence = model.cache.create()
     batch = Batch((model.cache.segment(sequence, np.array(prompt(model.vocab, n), np.int32), logits),))
     result = model.runner.run(batch, order)
-    assert result.counters.fixed == predict(model.runner.costs, batch.spans, (0,), order.cells(model.runner.grid(batch))).fixed
+    grid = model.runner.grid(batch)
+    assert result.counters.fixed == predict(model.runner.costs, grid.spans, (0,), order.cells(grid)).fixed
     assert result.values.shape == (len(logits), model.vocab)
     model.cache.commit(sequence, n)
     model.cache.free(sequence)

@@ -282,7 +282,10 @@ class PageCache:
             return
         for k, table in enumerate(s.tables):
             pool, counts = self.pools[k], self._counts[k]
-            self._pay(k, table, len(self._shared_tail(k, table, s.written, table.pages)) + max(0, pages_for(end) - table.pages))
+            needed = len(self._shared_tail(k, table, s.written, table.pages)) + max(0, pages_for(end) - table.pages)
+            if not needed:
+                continue
+            self._pay(k, table, needed)
             # The tail is looked at anew: a cache may have given way to pay for it.
             for p in self._shared_tail(k, table, s.written, table.pages):
                 page = int(table.ids[p])

@@ -161,9 +161,11 @@ class StateCache:
 
     def grow(self, sequence: int, end: int) -> None:
         """Take slots for a step that ends at `end`, and for the snapshots on its way."""
+        if not self.kinds:
+            return
         s = self._sequences[sequence]
         self._forget(s)
-        if not self.kinds or end <= s.written:
+        if end <= s.written:
             return
         wanted = sorted({end, *(p for p in s.snapshots if s.written < p < end)})
         self._pay(s, len(wanted))
@@ -174,7 +176,10 @@ class StateCache:
     def commit(self, sequence: int, written: int) -> None:
         """Adopt what a step left at its end and at snapshots; `written` where the step began drops all of it."""
         s = self._sequences[sequence]
-        if self.kinds and written != s.written:
+        if not self.kinds:
+            s.written = written
+            return
+        if written != s.written:
             if written not in s.filling:
                 raise ValueError(f"the step left no state at position {written}")
             s.kept.update({p: s.filling.pop(p) for p in list(s.filling) if p <= written})
@@ -192,6 +197,8 @@ class StateCache:
 
     def tables(self, sequence: int) -> tuple[NDArray[np.int32], ...]:
         """What `Segment.states` holds, for the step that `grow` prepared."""
+        if not self.kinds:
+            return ()
         s = self._sequences[sequence]
         before = s.kept.get(s.written, (-1,) * len(self.kinds))
         ends = sorted(s.filling.items())

@@ -20,6 +20,7 @@ from typing import Literal, TypedDict, TypeVar, Unpack
 import numpy as np
 from numpy.typing import NDArray
 
+from quaff import _native
 from quaff.batch import Batch, Counters, Logits
 from quaff.cache.pages import PageCache
 from quaff.cache.prefix import Miss, PrefixCache
@@ -196,7 +197,7 @@ class Engine:
         self.end_ids = end_ids
         self.plan = plan
         self.policy = Policy()
-        self.counters = Counters(weight_bytes_loaded=runner.loaded_bytes)
+        self._spent = _native.Counters()
         self.steps = 0
         self.prefill_stream = StreamCounters()
         self.decode_stream = StreamCounters()
@@ -245,6 +246,11 @@ class Engine:
             if request.admitted:
                 scheduler.add(request.id, len(request.tokens), request.computed, request.logits_from)
         self._scheduler = scheduler
+
+    @property
+    def counters(self) -> Counters:
+        """Everything counted since the model was loaded."""
+        return Counters(weight_bytes_loaded=self.runner.loaded_bytes) + Counters(**self._spent.as_dict())
 
     @property
     def running(self) -> int:
@@ -454,9 +460,10 @@ class Engine:
             logits = self.runner.run(batch, self.order, guarded if on_work is not None else None)
             self._running = ()
             self.steps += 1
-            self._count_stream(work, streamed)
-            self.counters += logits.counters
-            self._commit(work, batch, logits)
+            if streamed is not None:
+                self._count_stream(work, streamed)
+            self._spent.add(logits.spent)
+            self._commit(work, logits)
             if pace is not None and not self.runner.control.cancelled:
                 pace.measured(self._scheduler.prompt_work, time.perf_counter() - began, self._scheduler.mixed)
         except MemoryBudgetError as error:
@@ -510,10 +517,9 @@ class Engine:
             request.draft = request.lookup.draft(request.tokens, limit) if limit > 0 else []
             self._scheduler.draft(request.id, len(request.draft))
 
-    def _count_stream(self, work: Sequence[Work], before: StreamCounters | None) -> None:
+    def _count_stream(self, work: Sequence[Work], before: StreamCounters) -> None:
         after = self.runner.stream_counters()
-        if before is None or after is None:
-            return
+        assert after is not None
         if any(w.start < self._requests[w.request].prompt_tokens for w in work):
             self.prefill_stream += after - before
         else:
@@ -723,10 +729,12 @@ class Engine:
             return error
         return MemoryBudgetError("the system has no memory left for KV pages; shorten the prompt or the context")
 
-    def _commit(self, work: Sequence[Work], batch: Batch, logits: Logits) -> None:
+    def _commit(self, work: Sequence[Work], logits: Logits) -> None:
         index = {row: i for i, row in enumerate(logits.rows.tolist())}
         now = time.perf_counter()
-        for w, (begin, _), finished, poisoned in zip(work, batch.spans, logits.finished, logits.poisoned, strict=True):
+        end = 0
+        for w, finished, poisoned in zip(work, logits.finished, logits.poisoned, strict=True):
+            begin, end = end, end + w.rows
             request = self._requests[w.request]
             guessed = max(0, w.start + w.rows - len(request.tokens))
             if poisoned and not guessed:
@@ -734,7 +742,9 @@ class Engine:
                 self._fail(request, NonFiniteError(f"the model's values became infinite or NaN in {where}; the request was dropped"))
                 continue
             # A row whose logits are wanted but missing (the step was cancelled before the head) is computed again.
-            rows = next((r for r in range(w.logits, finished) if begin + r not in index), finished)
+            rows = min(w.logits, finished)
+            while rows < finished and begin + rows in index:
+                rows += 1
             if rows < finished and self.runner.graph.state_kinds:
                 rows = 0  # a recurrent state is known at the end of a step only
             if poisoned:

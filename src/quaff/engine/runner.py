@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quaff import _native
-from quaff.batch import Batch, Counters, Logits
+from quaff.batch import Batch, Logits
 from quaff.errors import CheckpointError, ConfigError, MemoryBudgetError
 from quaff.graph.program import Graph, Op, StageSpec
 from quaff.schedule import Cell, CompiledSchedule, Grid, Order, StageCost, compile_cells, compile_order, predict, stage_costs
@@ -66,7 +66,7 @@ class Runner:
         self._kinds = tuple(stage.kind for stage in graph.stages)
         self._macs_per_row = sum(stage.macs_per_row for stage in graph.stages)
         self._scratch_rows_bytes = 0
-        self._held_logits_bytes = 0
+        self._values = self._logits_memory(0)
         self._op_seconds: NDArray[np.float64] | None = None
         self._streamed = isinstance(weights, StreamedWeights)
         self.set_threads(threads)
@@ -108,7 +108,7 @@ class Runner:
         self._model = _native.Model(self.graph.config.dim, self.graph.config.vocab, self.graph.outputs)
 
     def grid(self, batch: Batch) -> Grid:
-        return Grid.of(self._kinds, batch)
+        return Grid.of(self._kinds, batch.shape)
 
     def work(self, start: int, rows: int, logits: int) -> int:
         """Multiply-accumulates of `rows` new rows from position `start`, with logits for the last `logits` of them, in any order."""
@@ -121,18 +121,16 @@ class Runner:
         `on_work` gets the multiply-accumulates done in this step, several times a second while it runs. A cancelled step returns the
         rows that are finished. Raises MemoryBudgetError before scratch memory is taken, CheckpointError when weights cannot be read.
         """
-        grid = self.grid(batch)
-        schedule = compile_order(grid, order) if isinstance(order, Order) else compile_cells(grid, order)
-        wanted = batch.logits_rows
-        logits_bytes = len(wanted) * self.graph.outputs * 4
-        self._take_scratch(grid.rows, schedule.largest)
-        more = max(0, logits_bytes - self._held_logits_bytes)
-        self._accountant.take(more, f"logits of {len(wanted)} rows")
+        schedule = compile_order(self._kinds, batch.shape, order) if isinstance(order, Order) else compile_cells(self.grid(batch), order)
+        rows = len(schedule.logits_rows)
+        self._take_scratch(schedule.grid.rows, schedule.largest)
+        more = rows * self.graph.outputs * 4 if rows > len(self._values) else 0
+        self._accountant.take(more, f"logits of {rows} rows")
         try:
-            values = np.empty((len(wanted), self.graph.outputs), dtype=np.float32)
-            result = self._step(batch, schedule, wanted, values, on_work)
+            values = self._logits_memory(rows) if more else self._values[:rows]
+            result = self._step(batch, schedule, values, on_work)
             self._count_scratch()
-            return self._finish(grid, schedule, wanted, values, result)
+            return self._finish(schedule, values, result)
         except MemoryError:
             raise MemoryBudgetError("the system has no memory left for this step; use a smaller chunk or a shorter prompt") from None
         except _native.SourceError as error:
@@ -143,21 +141,27 @@ class Runner:
     def reserve(self, rows: int, order: Order, logits_rows: int) -> None:
         """Count what steps of at most `rows` rows, `logits_rows` of them with logits, need; MemoryBudgetError leaves the count as it was.
 
-        Scratch stays counted; logits are counted until the next call, which may ask for fewer.
+        Scratch stays counted; memory of logits is kept from step to step until the next call, which may ask for less.
         """
-        logits_bytes = logits_rows * self.graph.outputs * 4
-        more = logits_bytes - self._held_logits_bytes
+        more = (logits_rows - len(self._values)) * self.graph.outputs * 4
         if more > 0:
             self._accountant.take(more, f"logits of {logits_rows} rows")
         try:
             self._take_scratch(rows, order.cell_rows(rows))
+            if more:
+                self._values = self._logits_memory(logits_rows)
         except MemoryBudgetError:
             if more > 0:
                 self._accountant.give(more)
             raise
         if more < 0:
             self._accountant.give(-more)
-        self._held_logits_bytes = logits_bytes
+
+    def _logits_memory(self, rows: int) -> NDArray[np.float32]:
+        try:
+            return np.empty((rows, self.graph.outputs), dtype=np.float32)
+        except MemoryError:
+            raise MemoryBudgetError(f"the system has no memory left for logits of {rows} rows; shorten the prompt") from None
 
     def _take_scratch(self, rows: int, cell_rows: int) -> None:
         # The native arena keeps its high-water mark, and so does the account.
@@ -168,7 +172,7 @@ class Runner:
 
     def _count_scratch(self) -> None:
         # The threads' own scratch is known only after a step: it depends on the kernels and on how attention was cut.
-        more = self.scratch_bytes - self._scratch_rows_bytes - self._accountant.found_bytes
+        more = self._runtime.scratch_bytes - self._scratch_rows_bytes - self._accountant.found_bytes
         if more > 0:
             self._accountant.find(more)
 
@@ -176,30 +180,23 @@ class Runner:
         self,
         batch: Batch,
         schedule: CompiledSchedule,
-        wanted: NDArray[np.int32],
         values: NDArray[np.float32],
         on_work: Callable[[int], None] | None,
     ) -> _native.StepResult:
-        segments = batch.segments
-        lengths = [s.rows for s in segments]
         arguments = (
             self._model,
             self.pools,
             self.state_pools,
-            np.concatenate([s.tokens for s in segments]),
-            np.concatenate([np.arange(s.start, s.start + s.rows, dtype=np.int32) for s in segments]),
-            np.repeat(np.arange(len(segments), dtype=np.int32), lengths),
-            [[s.tables[kind] for s in segments] for kind in range(len(self.pools))],
-            [[s.states[kind] for s in segments] for kind in range(len(self.state_pools))],
+            [(s.tokens, s.start, s.tables, s.states) for s in batch.segments],
             schedule.stage,
             schedule.offsets,
             schedule.ranges,
-            wanted,
+            schedule.logits_rows,
             values,
             self.control,
             self._op_seconds is not None,
         )
-        if sum(lengths) * self._macs_per_row < LONG_STEP_MACS and not self._streamed:
+        if schedule.grid.rows * self._macs_per_row < LONG_STEP_MACS and not self._streamed:
             return self._runtime.step(*arguments)
         return self._watched(lambda: self._runtime.step(*arguments), on_work)
 
@@ -229,19 +226,16 @@ class Runner:
             raise errors[0]
         return results[0]
 
-    def _finish(
-        self, grid: Grid, schedule: CompiledSchedule, wanted: NDArray[np.int32], values: NDArray[np.float32], result: _native.StepResult
-    ) -> Logits:
-        counters = Counters(**result.counters)
+    def _finish(self, schedule: CompiledSchedule, values: NDArray[np.float32], result: _native.StepResult) -> Logits:
         if self._op_seconds is not None:
             self._op_seconds += result.op_seconds
-        poisoned = tuple(bool(p) for p in result.poisoned)
-        done = result.cells_done
-        if done == schedule.cells:
-            return Logits(wanted, values, tuple(end - begin for begin, end in grid.spans), poisoned, counters)
+        wanted, poisoned, spent = schedule.logits_rows, result.poisoned, result.counters
+        if result.cells_done == schedule.cells:
+            return Logits(wanted, values, schedule.lengths, poisoned, spent)
+        grid = schedule.grid
         finished = [0] * len(grid.spans)
         with_logits: set[int] = set()
-        for cell in range(done):
+        for cell in range(result.cells_done):
             stage = int(schedule.stage[cell])
             if stage == grid.last_mixer:
                 # Rows of a sequence pass a mixer in order, so the rows that have passed the last one are a prefix.
@@ -253,4 +247,4 @@ class Runner:
             # A recurrent layer has gone past the rows that are finished: only a whole segment has a state to go on from.
             finished = [rows if rows == end - begin else 0 for rows, (begin, end) in zip(finished, grid.spans, strict=True)]
         keep = np.array([row in with_logits for row in wanted.tolist()], dtype=bool)
-        return Logits(wanted[keep], values[keep], tuple(finished), poisoned, counters)
+        return Logits(wanted[keep], values[keep], tuple(finished), poisoned, spent)

@@ -44,7 +44,7 @@ class _Entry:
 
     @property
     def decoding(self) -> bool:
-        return self.pending == 1 and self.computed > 0
+        return self.known - self.computed == 1 and self.computed > 0
 
 
 def _one(position: int) -> int:

@@ -67,13 +67,7 @@ def forecast(graph: Graph, costs: Sequence[StageCost], order: Order, trial: Tria
     counters = [Counters() for _ in kinds]
     kv_bytes = [0.0 for _ in kinds]
     while work := scheduler.plan():
-        spans: list[tuple[int, int]] = []
-        logits: list[int] = []
-        for w in work:
-            row = spans[-1][1] if spans else 0
-            spans.append((row, row + w.rows))
-            logits += range(row + w.logits, row + w.rows)
-        grid = Grid(kinds, tuple(spans), tuple(logits))
+        grid = Grid.of(kinds, tuple((w.rows, tuple(range(w.logits, w.rows))) for w in work))
         cells: list[list[Cell]] = [[] for _ in kinds]
         for cell in order.cells(grid):
             cells[cell.stage].append(cell)

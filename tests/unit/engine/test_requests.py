@@ -358,3 +358,19 @@ def test_requests_that_are_cancelled_while_they_wait_are_forgotten(llm: LLM) -> 
     assert not first.done and list(llm.engine._waiting) == waiting[-1:]
     llm.engine.run([first, waiting[-1]])
     assert waiting[-1].finish_reason == "length"
+
+
+def test_the_logits_of_all_steps_take_the_same_memory(llm: LLM) -> None:
+    """It is kept while there are requests, and counted as long."""
+    idle, rows, used = llm.accountant.used_bytes, [], set()
+
+    def on_logits(position: int, row: NDArray[np.float32]) -> None:
+        rows.append(row)
+        used.add(llm.accountant.used_bytes)
+
+    # Its positions fit into one page: nothing else is taken while it runs.
+    request = llm.engine.submit(prompt(llm.config.vocab, 5), params=replace(PARAMS, max_tokens=20), on_logits=on_logits)
+    llm.engine.run([request])
+    assert len(rows) == 20 and all(np.shares_memory(rows[0], row) for row in rows) and len(used) == 1
+    del request
+    assert llm.accountant.used_bytes - idle == llm.engine.runner._scratch_rows_bytes

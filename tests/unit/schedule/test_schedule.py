@@ -192,7 +192,9 @@ def test_bad_orders_are_refused() -> None:
 
 
 def test_compiled_arrays_describe_the_cells() -> None:
-    compiled = compile_order(GRID, Order("layer", 3))
+    shape = tuple((end - begin, tuple(row - begin for row in GRID.logits_rows if begin <= row < end)) for begin, end in GRID.spans)
+    compiled = compile_order(GRID.stages, shape, Order("layer", 3))
+    assert compiled.grid == GRID and compiled.logits_rows.tolist() == list(GRID.logits_rows)
     cells = list(layer_major(GRID, 3))
     assert compiled.cells == len(cells)
     for i, cell in enumerate(cells):
