@@ -347,41 +347,12 @@ void bind_step(nb::module_& m) {
         .def_prop_ro("cells_done", [](const Control& c) { return c.cells_done.load(); })
         .def_prop_ro("work_done", [](const Control& c) { return c.work_done.load(); });
 
-    nb::class_<Counters>(m, "Counters")
-        .def(nb::init<>())
-        .def(
-            "add",
-            [](Counters& sum, const Counters& other) {
-                for (const auto& [name, field] : kCounters)
-                    sum.*field += other.*field;
-            },
-            "other"_a)
-        .def("as_dict", [](const Counters& c) {
-            nb::dict d;
-            for (const auto& [name, field] : kCounters)
-                d[name] = c.*field;
-            return d;
-        });
-
-    nb::class_<StepResult>(m, "StepResult")
-        .def_ro("cells_done", &StepResult::cells_done)
-        .def_ro("counters", &StepResult::counters)
-        .def_prop_ro("poisoned",
-                     [](const StepResult& r) {
-                         nb::list out;
-                         for (int32_t p : r.poisoned)
-                             out.append(p != 0);
-                         return nb::tuple(out);
-                     })
-        .def_prop_ro(
-            "op_seconds",
-            [](const StepResult& r) {
-                double* out;
-                auto array = new_array<double>({r.op_seconds.size()}, &out);
-                std::copy(r.op_seconds.begin(), r.op_seconds.end(), out);
-                return array;
-            },
-            nb::rv_policy::automatic); // the default of a property would tie the array to the result, but it owns its values
+    nb::class_<Counters>(m, "Counters").def(nb::init<>()).def("as_dict", [](const Counters& c) {
+        nb::dict d;
+        for (const auto& [name, field] : kCounters)
+            d[name] = c.*field;
+        return d;
+    });
 
     nb::class_<Runtime>(m, "Runtime")
         .def(nb::init<int>(), "threads"_a)
@@ -394,9 +365,15 @@ void bind_step(nb::module_& m) {
             "step",
             [](Runtime& self, Model& model, const std::vector<PagePool*>& pools, const std::vector<StatePool*>& state_pools,
                const std::vector<SegmentTuple>& segments, In<int32_t, 1> cell_stage, In<int32_t, 1> cell_ranges, In<int32_t, 2> ranges,
-               In<int32_t, 1> logits_rows, Out<float, 2> logits, Control& control, bool profile) {
+               In<int32_t, 1> logits_rows, Out<float, 2> logits, Control& control, Counters& counters,
+               std::optional<Out<double, 1>> op_seconds) {
                 if (ranges.shape(1) != 2)
                     throw std::invalid_argument("step: ranges must be [n, 2]");
+                size_t ops = 0;
+                for (const Stage& stage : model.stages)
+                    ops += stage.program->ops.size();
+                if (op_seconds && op_seconds->size() != ops)
+                    throw std::invalid_argument("step: op_seconds must have one value for every op of every stage");
                 if (logits.shape(0) != logits_rows.size() || static_cast<int64_t>(logits.shape(1)) != model.outputs)
                     throw std::invalid_argument("step: logits must be [len(logits_rows), outputs]");
                 StepInput in;
@@ -406,14 +383,25 @@ void bind_step(nb::module_& m) {
                 in.ranges = {ranges.data(), ranges.size()};
                 in.logits_rows = span(logits_rows);
                 in.logits = logits.data();
-                in.profile = profile;
+                in.profile = op_seconds.has_value();
                 const std::vector<const PagePool*> held(pools.begin(), pools.end());
                 const std::vector<const StatePool*> held_states(state_pools.begin(), state_pools.end());
-                nb::gil_scoped_release release;
-                return self.step(model, held, held_states, in, control);
+                StepResult result;
+                {
+                    nb::gil_scoped_release release;
+                    result = self.step(model, held, held_states, in, control);
+                }
+                for (const auto& [name, field] : kCounters)
+                    counters.*field += result.counters.*field;
+                for (size_t i = 0; i < result.op_seconds.size(); ++i)
+                    op_seconds->data()[i] += result.op_seconds[i];
+                nb::list poisoned;
+                for (int32_t p : result.poisoned)
+                    poisoned.append(p != 0);
+                return std::make_pair(result.cells_done, nb::tuple(poisoned));
             },
             "model"_a, "pools"_a, "state_pools"_a, "segments"_a, "cell_stage"_a, "cell_ranges"_a, "ranges"_a, "logits_rows"_a, "logits"_a,
-            "control"_a, "profile"_a = false);
+            "control"_a, "counters"_a, "op_seconds"_a = nb::none());
 }
 
 } // namespace

@@ -177,6 +177,12 @@ class Control:
     @property
     def work_done(self) -> int: ...  # multiply-accumulates finished in this step
 
+class Counters:
+    """Sums of what steps did: see batch.Counters."""
+
+    def __init__(self) -> None: ...
+    def as_dict(self) -> dict[str, int]: ...
+
 class Runtime:
     """Worker threads and scratch memory. One step at a time."""
 
@@ -203,25 +209,9 @@ class Runtime:
         logits_rows: I32,  # rows whose logits are written, ascending
         logits: F32,  # [len(logits_rows), outputs]
         control: Control,
-        profile: bool = False,
-    ) -> StepResult: ...
-
-class Counters:
-    """Sums of what steps did: see batch.Counters."""
-
-    def __init__(self) -> None: ...
-    def add(self, other: Counters) -> None: ...
-    def as_dict(self) -> dict[str, int]: ...
-
-class StepResult:
-    @property
-    def cells_done(self) -> int: ...  # < cells when cancelled
-    @property
-    def poisoned(self) -> tuple[bool, ...]: ...  # segments of which a row became non-finite
-    @property
-    def op_seconds(self) -> NDArray[np.float64]: ...  # with profile: one per op of every stage, stages in order, summed over cells
-    @property
-    def counters(self) -> Counters: ...
+        counters: Counters,  # what the step did is added to them
+        op_seconds: NDArray[np.float64] | None = None,  # so are its seconds to these: one per op of every stage, stages in order
+    ) -> tuple[int, tuple[bool, ...]]: ...  # cells done, fewer than there are when cancelled; segments of which a row became non-finite
 
 def sample(
     logits: F32,  # [vocab]

@@ -10,8 +10,6 @@ from typing import Any, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from quaff import _native
-
 PAGE = 64
 """Positions of a KV page (NUMERICS 16); pages start at absolute multiples of it."""
 
@@ -54,7 +52,7 @@ class Batch:
 
     @property
     def shape(self) -> Shape:
-        return tuple([(s.rows, s.logits) for s in self.segments])
+        return tuple([(len(s.tokens), s.logits) for s in self.segments])
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,8 +131,3 @@ class Logits:
     values: NDArray[np.float32]
     finished: tuple[int, ...]
     poisoned: tuple[bool, ...]
-    spent: _native.Counters
-
-    @property
-    def counters(self) -> Counters:
-        return Counters(**self.spent.as_dict())

@@ -203,7 +203,7 @@ class CompiledSchedule:
     """A checked order of a grid as the arrays of a native step: `stage` [cells], `offsets` [cells + 1] into `ranges` [n, 2], and
     `logits_rows`, all int32.
 
-    `largest` is the number of rows of the largest cell, `lengths` are those of the sequences.
+    `largest` is the number of rows of the largest cell, `lengths` are those of the sequences, `rows` is their sum.
     """
 
     grid: Grid
@@ -213,6 +213,7 @@ class CompiledSchedule:
     logits_rows: NDArray[np.int32]
     largest: int
     lengths: tuple[int, ...]
+    rows: int
 
     @property
     def cells(self) -> int:
@@ -236,6 +237,7 @@ def compile_cells(grid: Grid, cells: Iterable[Cell]) -> CompiledSchedule:
         np.array(grid.logits_rows, dtype=np.int32),
         max((sum(end - begin for begin, end in cell.ranges) for cell in listed), default=0),
         tuple(end - begin for begin, end in grid.spans),
+        grid.rows,
     )
 
 

@@ -116,10 +116,12 @@ class Tinyrun:
         batch = Batch(tuple(segments))
         grid = self.runner.grid(batch)
         cells = list(order.cells(grid) if isinstance(order, Order) else order)
+        before = self.runner.counters
         result = self.runner.run(batch, order if isinstance(order, Order) else cells)
+        spent = self.runner.counters - before
         if checked:
             expected = predict(self.runner.costs, grid.spans, [s.start for s in segments], cells)
-            assert result.counters.fixed == expected.fixed, f"counted {result.counters}, predicted {expected}"
+            assert spent.fixed == expected.fixed, f"counted {spent}, predicted {expected}"
         assert result.finished == tuple(s.rows for s in segments)
         assert not any(result.poisoned)
         assert len(result.rows) == batch.rows
@@ -128,8 +130,8 @@ class Tinyrun:
             trace.kv.append([self._kv(k, segment.tables[k], segment.start, end - begin) for k in range(len(self.pools))])
             trace.states = self._states(segment)
             self.cache.commit(segment.sequence, segment.start + segment.rows)
-        self.counters += result.counters
-        return result.counters
+        self.counters += spent
+        return spent
 
     def _states(self, segment: Segment) -> tuple[bytes, ...]:
         return tuple(pool.array(int(slots[-1])).tobytes() for pool, slots in zip(self.state_pools, segment.states, strict=True))

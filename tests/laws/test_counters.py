@@ -13,13 +13,15 @@ from quaff.schedule import Order, predict
 def run(model: Tinyrun, n: int, order: Order, logits: tuple[int, ...]) -> Counters:
     sequence = model.cache.create()
     batch = Batch((model.cache.segment(sequence, np.array(prompt(model.vocab, n), np.int32), logits),))
+    before = model.runner.counters
     result = model.runner.run(batch, order)
+    spent = model.runner.counters - before
     grid = model.runner.grid(batch)
-    assert result.counters.fixed == predict(model.runner.costs, grid.spans, (0,), order.cells(grid)).fixed
+    assert spent.fixed == predict(model.runner.costs, grid.spans, (0,), order.cells(grid)).fixed
     assert result.values.shape == (len(logits), model.vocab)
     model.cache.commit(sequence, n)
     model.cache.free(sequence)
-    return result.counters
+    return spent
 
 
 def last_mixer(model: Tinyrun) -> int:

@@ -313,7 +313,8 @@ class PageCache:
         Recurrent layers finish all rows that the sequence was grown by, or none.
         """
         s = self._sequences[sequence]
-        if not s.written <= written or any(written > t.pages * PAGE for t in s.tables):
+        least = min([table.pages for table in s.tables], default=pages_for(written))
+        if not s.written <= written <= least * PAGE:
             raise ValueError(f"{written} positions cannot be finished: {s.written} were, and pages end before")
         self.states.commit(sequence, written)
         s.written = written
@@ -464,7 +465,7 @@ class PageCache:
 
     def tables(self, sequence: int) -> tuple[NDArray[np.int32], ...]:
         """Page ids by position // 64, int32, one array per kind, -1 where a page was given back; valid until the sequence changes."""
-        return tuple(t.ids[: t.pages] for t in self._sequences[sequence].tables)
+        return tuple([t.ids[: t.pages] for t in self._sequences[sequence].tables])
 
     @property
     def sequences(self) -> int:

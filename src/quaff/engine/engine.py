@@ -20,7 +20,6 @@ from typing import Literal, TypedDict, TypeVar, Unpack
 import numpy as np
 from numpy.typing import NDArray
 
-from quaff import _native
 from quaff.batch import Batch, Counters, Logits
 from quaff.cache.pages import PageCache
 from quaff.cache.prefix import Miss, PrefixCache
@@ -197,7 +196,6 @@ class Engine:
         self.end_ids = end_ids
         self.plan = plan
         self.policy = Policy()
-        self._spent = _native.Counters()
         self.steps = 0
         self.prefill_stream = StreamCounters()
         self.decode_stream = StreamCounters()
@@ -212,11 +210,12 @@ class Engine:
         self._requests: dict[int, Request] = {}
         self._waiting: deque[Request] = deque()
         self._followers: dict[int, list[Request]] = {}
-        self._running: tuple[Request, ...] = ()
-        self._planned: tuple[Work, ...] = ()
+        self._running: Sequence[Request] = ()
+        self._planned: Sequence[Work] = ()
         self._orphans: deque[int] = deque()
         self._ids = itertools.count(1)
         self._busy = False
+        self._deferral = _Deferral(runner.control.cancel)
         self._closed = False
         self._pace: Pace | None = None
         self.set_order(order)
@@ -250,7 +249,7 @@ class Engine:
     @property
     def counters(self) -> Counters:
         """Everything counted since the model was loaded."""
-        return Counters(weight_bytes_loaded=self.runner.loaded_bytes) + Counters(**self._spent.as_dict())
+        return self.runner.counters
 
     @property
     def running(self) -> int:
@@ -392,7 +391,10 @@ class Engine:
     def _stop_unwanted(self) -> None:
         # Flags first, then the look at who is running; a step does it the other way round: one of the two sees the other.
         running = self._running
-        if running and all(r.cancelled for r in running):
+        for request in running:
+            if not request.cancelled:
+                return
+        if running:
             self.runner.control.cancel()
 
     def release(self, sequence: int) -> None:
@@ -413,14 +415,15 @@ class Engine:
 
         KeyboardInterrupt, and what `on_work` raises, end the step early and are raised after the finished prefix has been committed.
         """
-        with self.lock, _Deferral(self.runner.control.cancel):
+        with self.lock:
             if self._busy:
                 raise RuntimeError("a callback of a running step cannot run another one")
-            self._busy = True
-            try:
-                self._step(on_work)
-            finally:
-                self._busy = False
+            with self._deferral:
+                self._busy = True
+                try:
+                    self._step(on_work)
+                finally:
+                    self._busy = False
 
     def _step(self, on_work: Callable[[int], None] | None) -> None:
         self.runner.control.reset()
@@ -433,7 +436,8 @@ class Engine:
         if self._drafts:
             self._guess()
         pace = self._pace
-        planned = self._scheduler.plan(pace.work if pace is not None else None, any(peer._scheduler.decoding() for peer in self._peers))
+        awaited = bool(self._peers) and any(peer._scheduler.decoding() for peer in self._peers)
+        planned = self._scheduler.plan(pace.work if pace is not None else None, awaited)
         if not planned:
             return
         raised: list[BaseException] = []
@@ -448,21 +452,20 @@ class Engine:
                 raised.append(error)
                 self.runner.control.cancel()
 
-        work, batch = self._batch(planned)
+        work, requests, batch = self._batch(planned)
         if not work:
             return
-        self._running = tuple(self._requests[w.request] for w in work)
+        self._running = requests
         self._stop_unwanted()
-        self._planned = tuple(work)
+        self._planned = work
         began = time.perf_counter()
         try:
-            streamed = self.runner.stream_counters()
+            streamed = self.runner.stream_counters() if self.runner.streamed else None
             logits = self.runner.run(batch, self.order, guarded if on_work is not None else None)
             self._running = ()
             self.steps += 1
             if streamed is not None:
                 self._count_stream(work, streamed)
-            self._spent.add(logits.spent)
             self._commit(work, logits)
             if pace is not None and not self.runner.control.cancelled:
                 pace.measured(self._scheduler.prompt_work, time.perf_counter() - began, self._scheduler.mixed)
@@ -470,8 +473,9 @@ class Engine:
             # The request that came last made the step too large; without it the others go on.
             self._fail(self._requests[max(w.request for w in work)], error)
         except Exception as error:
-            for request in [self._requests[w.request] for w in work if w.request in self._requests]:
-                self._fail(request, error)
+            for request in requests:
+                if not request.done:
+                    self._fail(request, error)
         finally:
             self._running = ()
         if raised:
@@ -557,10 +561,12 @@ class Engine:
                 self._busy = before
 
     def _sweep(self) -> None:
-        cancelled = [r for r in self._requests.values() if r.cancelled]
-        for request in cancelled:
-            self._finish(request, "cancelled")
-        if cancelled:
+        swept = False
+        for request in list(self._requests.values()):
+            if request.cancelled:
+                self._finish(request, "cancelled")
+                swept = True
+        if swept:
             self._forget_done()
         while self._orphans:
             self.cache.free(self._orphans.popleft())
@@ -708,9 +714,9 @@ class Engine:
         rows = min(sum(pending), max(scheduler.prompt_rows, scheduler.mixed_rows))
         self.runner.reserve(rows, order, min(sum(max(0, n) for n in logits), scheduler.logits_rows))
 
-    def _batch(self, planned: Sequence[Work]) -> tuple[list[Work], Batch]:
-        """The batch of what was planned, less the requests that found no page."""
-        segments, work = [], []
+    def _batch(self, planned: Sequence[Work]) -> tuple[list[Work], list[Request], Batch]:
+        """The batch of what was planned, and its requests, less those that found no page."""
+        segments, work, requests = [], [], []
         for w in planned:
             request = self._requests[w.request]
             known = request.tokens[w.start : w.start + w.rows]
@@ -721,7 +727,8 @@ class Engine:
                 self._fail(request, self._no_memory(error))
                 continue
             work.append(w)
-        return work, Batch(tuple(segments))
+            requests.append(request)
+        return work, requests, Batch(tuple(segments))
 
     @staticmethod
     def _no_memory(error: MemoryBudgetError | MemoryError) -> MemoryBudgetError:
@@ -730,7 +737,7 @@ class Engine:
         return MemoryBudgetError("the system has no memory left for KV pages; shorten the prompt or the context")
 
     def _commit(self, work: Sequence[Work], logits: Logits) -> None:
-        index = {row: i for i, row in enumerate(logits.rows.tolist())}
+        index = dict(zip(logits.rows.tolist(), itertools.count(), strict=False))
         now = time.perf_counter()
         end = 0
         for w, finished, poisoned in zip(work, logits.finished, logits.poisoned, strict=True):
@@ -862,7 +869,9 @@ class _Deferral:
         self._cancel()
 
     def __exit__(self, *raised: object) -> None:
-        if self._previous is not None:
-            _signal.signal(_signal.SIGINT, self._previous)
-            if self._caught is not None:
-                self._previous(*self._caught)
+        previous, self._previous = self._previous, None
+        if previous is not None:
+            _signal.signal(_signal.SIGINT, previous)
+            caught, self._caught = self._caught, None
+            if caught is not None:
+                previous(*caught)

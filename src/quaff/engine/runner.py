@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Sequence
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from quaff import _native
-from quaff.batch import Batch, Logits
+from quaff.batch import Batch, Counters, Logits
 from quaff.errors import CheckpointError, ConfigError, MemoryBudgetError
 from quaff.graph.program import Graph, Op, StageSpec
 from quaff.schedule import Cell, CompiledSchedule, Grid, Order, StageCost, compile_cells, compile_order, predict, stage_costs
@@ -17,6 +18,8 @@ from quaff.weights.budget import Accountant
 from quaff.weights.plan import StreamCounters
 from quaff.weights.resident import ResidentWeights
 from quaff.weights.streamed import StreamedWeights
+
+T = TypeVar("T")
 
 # About 50 ms of one core: longer steps, and those that wait for a disk, run beside a thread that reports progress and answers Ctrl-C.
 LONG_STEP_MACS = 4_000_000_000
@@ -59,7 +62,7 @@ class Runner:
         self.control = _native.Control()
         self.weight_bytes = weights.nbytes
         self.costs: tuple[StageCost, ...] = stage_costs(graph, self.weight_bytes, graph.config.vocab)
-        self.loaded_bytes = weights.loaded_bytes
+        self._loaded_bytes = weights.loaded_bytes
         self._accountant = accountant
         self._weights = weights
         self._model = bind_model(graph, weights)
@@ -68,7 +71,10 @@ class Runner:
         self._scratch_rows_bytes = 0
         self._values = self._logits_memory(0)
         self._op_seconds: NDArray[np.float64] | None = None
-        self._streamed = isinstance(weights, StreamedWeights)
+        self._spent = _native.Counters()
+        self._row_bytes = 4 * graph.outputs
+        self._scratch_for: CompiledSchedule | None = None
+        self.streamed = isinstance(weights, StreamedWeights)
         self.set_threads(threads)
 
     def set_threads(self, threads: int) -> None:
@@ -77,6 +83,11 @@ class Runner:
         except RuntimeError as error:
             raise ConfigError(str(error)) from None
         self.threads = threads
+
+    @property
+    def counters(self) -> Counters:
+        """Everything counted since the weights were loaded."""
+        return Counters(weight_bytes_loaded=self._loaded_bytes) + Counters(**self._spent.as_dict())
 
     @property
     def pulse(self) -> tuple[int, ...]:
@@ -122,28 +133,34 @@ class Runner:
         rows that are finished. Raises MemoryBudgetError before scratch memory is taken, CheckpointError when weights cannot be read.
         """
         schedule = compile_order(self._kinds, batch.shape, order) if isinstance(order, Order) else compile_cells(self.grid(batch), order)
+        if schedule is not self._scratch_for:
+            self._take_scratch(schedule.rows, schedule.largest)
+            self._scratch_for = schedule
         rows = len(schedule.logits_rows)
-        self._take_scratch(schedule.grid.rows, schedule.largest)
-        more = rows * self.graph.outputs * 4 if rows > len(self._values) else 0
-        self._accountant.take(more, f"logits of {rows} rows")
+        more = rows * self._row_bytes if rows > len(self._values) else 0
+        if more:
+            self._accountant.take(more, f"logits of {rows} rows")
         try:
             values = self._logits_memory(rows) if more else self._values[:rows]
-            result = self._step(batch, schedule, values, on_work)
-            self._count_scratch()
-            return self._finish(schedule, values, result)
+            done, poisoned = self._step(batch, schedule, values, on_work)
         except MemoryError:
             raise MemoryBudgetError("the system has no memory left for this step; use a smaller chunk or a shorter prompt") from None
         except _native.SourceError as error:
             raise CheckpointError(str(error)) from None
         finally:
-            self._accountant.give(more)
+            if more:
+                self._accountant.give(more)
+        self._count_scratch()
+        if done == len(schedule.stage):
+            return Logits(schedule.logits_rows, values, schedule.lengths, poisoned)
+        return self._finished(schedule, done, values, poisoned)
 
     def reserve(self, rows: int, order: Order, logits_rows: int) -> None:
         """Count what steps of at most `rows` rows, `logits_rows` of them with logits, need; MemoryBudgetError leaves the count as it was.
 
         Scratch stays counted; memory of logits is kept from step to step until the next call, which may ask for less.
         """
-        more = (logits_rows - len(self._values)) * self.graph.outputs * 4
+        more = (logits_rows - len(self._values)) * self._row_bytes
         if more > 0:
             self._accountant.take(more, f"logits of {logits_rows} rows")
         try:
@@ -182,7 +199,7 @@ class Runner:
         schedule: CompiledSchedule,
         values: NDArray[np.float32],
         on_work: Callable[[int], None] | None,
-    ) -> _native.StepResult:
+    ) -> tuple[int, tuple[bool, ...]]:
         arguments = (
             self._model,
             self.pools,
@@ -194,14 +211,15 @@ class Runner:
             schedule.logits_rows,
             values,
             self.control,
-            self._op_seconds is not None,
+            self._spent,
+            self._op_seconds,
         )
-        if schedule.grid.rows * self._macs_per_row < LONG_STEP_MACS and not self._streamed:
+        if schedule.rows * self._macs_per_row < LONG_STEP_MACS and not self.streamed:
             return self._runtime.step(*arguments)
         return self._watched(lambda: self._runtime.step(*arguments), on_work)
 
-    def _watched(self, step: Callable[[], _native.StepResult], on_work: Callable[[int], None] | None) -> _native.StepResult:
-        results: list[_native.StepResult] = []
+    def _watched(self, step: Callable[[], T], on_work: Callable[[int], None] | None) -> T:
+        results: list[T] = []
         errors: list[BaseException] = []
 
         def work() -> None:
@@ -226,16 +244,12 @@ class Runner:
             raise errors[0]
         return results[0]
 
-    def _finish(self, schedule: CompiledSchedule, values: NDArray[np.float32], result: _native.StepResult) -> Logits:
-        if self._op_seconds is not None:
-            self._op_seconds += result.op_seconds
-        wanted, poisoned, spent = schedule.logits_rows, result.poisoned, result.counters
-        if result.cells_done == schedule.cells:
-            return Logits(wanted, values, schedule.lengths, poisoned, spent)
-        grid = schedule.grid
+    def _finished(self, schedule: CompiledSchedule, done: int, values: NDArray[np.float32], poisoned: tuple[bool, ...]) -> Logits:
+        """What the first `done` cells have left."""
+        grid, wanted = schedule.grid, schedule.logits_rows
         finished = [0] * len(grid.spans)
         with_logits: set[int] = set()
-        for cell in range(result.cells_done):
+        for cell in range(done):
             stage = int(schedule.stage[cell])
             if stage == grid.last_mixer:
                 # Rows of a sequence pass a mixer in order, so the rows that have passed the last one are a prefix.
@@ -247,4 +261,4 @@ class Runner:
             # A recurrent layer has gone past the rows that are finished: only a whole segment has a state to go on from.
             finished = [rows if rows == end - begin else 0 for rows, (begin, end) in zip(finished, grid.spans, strict=True)]
         keep = np.array([row in with_logits for row in wanted.tolist()], dtype=bool)
-        return Logits(wanted[keep], values[keep], tuple(finished), poisoned, spent)
+        return Logits(wanted[keep], values[keep], tuple(finished), poisoned)

@@ -153,7 +153,7 @@ def sample(
 
     `allowed` [vocab]: ids that may be drawn, None for all. Raises NonFiniteError when a logit is infinite or NaN.
     """
-    if params.biases or params.presence_penalty or params.frequency_penalty:
+    if params.logit_bias or params.presence_penalty or params.frequency_penalty:
         logits = _shifted(params, logits, tokens[prompt_tokens:])
     if allowed is not None:
         logits = _masked(logits, allowed, len(tokens) - 1)

@@ -42,10 +42,6 @@ class _Entry:
     def pending(self) -> int:
         return self.known - self.computed
 
-    @property
-    def decoding(self) -> bool:
-        return self.known - self.computed == 1 and self.computed > 0
-
 
 def _one(position: int) -> int:
     return 1
@@ -107,7 +103,7 @@ class Scheduler:
 
     def decoding(self) -> list[int]:
         """Requests with one token to compute after others, in order of arrival."""
-        return [r for r, e in self._entries.items() if e.decoding]
+        return [r for r, e in self._entries.items() if e.known - e.computed == 1 and e.computed]
 
     @property
     def idle(self) -> bool:
@@ -120,16 +116,17 @@ class Scheduler:
         """
         decoding = self.decoding()
         self.mixed, self.prompt_work = awaited or bool(decoding), 0
-        room = _Room(self.mixed_rows if self.mixed else self.prompt_rows, self.logits_rows)
-        out = self._decodes(decoding, room)
+        rows = self.mixed_rows if self.mixed else self.prompt_rows
+        out = self._decodes(decoding, min(rows, self.logits_rows))
         while self._prompts and not self._is_prompt(self._prompts[0]):
             self._prompts.popleft()
         if self._prompts:
+            room = _Room(rows - sum(w.rows for w in out), self.logits_rows - sum(w.rows - w.logits for w in out))
             out += self._turns(room, prompt_work if self.mixed else None)
         return tuple(out)
 
-    def _decodes(self, decoding: list[int], room: _Room) -> list[Work]:
-        most = min(room.rows, room.logits)
+    def _decodes(self, decoding: list[int], most: int) -> list[Work]:
+        """At most so many rows: one of each, and then guesses."""
         if len(decoding) > most:
             # More decoding requests than rows: take turns, so that none starves.
             self._turn %= len(decoding)
@@ -143,8 +140,6 @@ class Scheduler:
             spare -= drafted
             plain = 1 if entry.logits_from > entry.computed else 0
             out.append(Work(request, entry.computed, 1 + drafted, plain))
-            room.rows -= 1 + drafted
-            room.logits -= 1 + drafted - plain
         return out
 
     def _turns(self, room: _Room, work_left: int | None) -> list[Work]:
@@ -187,7 +182,7 @@ class Scheduler:
 
     def _is_prompt(self, request: int) -> bool:
         entry = self._entries.get(request)
-        return entry is not None and entry.pending > 0 and not entry.decoding
+        return entry is not None and entry.pending > (1 if entry.computed else 0)
 
 
 @dataclass(slots=True)

@@ -116,14 +116,16 @@ def step(parts: Sequence[tuple[Reading, int]], order: Order) -> None:
         tokens = np.array(reading.tokens[reading.done : reading.done + rows], dtype=np.int32)
         wanted = tuple(range(rows)) if reading.hashed else ()
         segments.append(engine.cache.segment(reading.sequence, tokens, wanted))
+    before = engine.runner.counters
     logits = engine.runner.run(Batch(tuple(segments)), order)
+    spent = engine.runner.counters - before
     if any(logits.poisoned):
         raise NonFiniteError("the model's values became infinite or NaN while it read the prompt")
     taken = 0
     for reading, rows in parts:
         reading.done += rows
         engine.cache.commit(reading.sequence, reading.done)
-        reading.counters += logits.counters
+        reading.counters += spent
         if reading.hashed:
             values = logits.values[taken : taken + rows]
             reading.digest.update(np.ascontiguousarray(values, dtype="<f4").data)
