@@ -118,13 +118,14 @@ class Layer:
         ranges = np.tile(np.array([0, batch], np.int32), (copies + 1, 1))
         out = np.zeros((batch, self.rows), np.float32)
         tokens = rows % min(DISTINCT, self.rows)
-        result = self.runtime.step(
-            self.model, [], [], tokens, rows, np.zeros(batch, np.int32), [], [], stages, np.arange(copies + 2, dtype=np.int32), ranges,
-            rows, out, _native.Control(), profile=True,
-        )  # fmt: skip
-        if result.cells_done != copies + 1 or result.poisoned.any():
+        seconds = np.zeros(1 + 2 * len(self.weights))
+        cells = (stages, np.arange(copies + 2, dtype=np.int32), ranges)
+        done, (poisoned,) = self.runtime.step(
+            self.model, [], [], [(tokens, 0, [], [])], *cells, rows, out, _native.Control(), _native.Counters(), seconds
+        )
+        if done != copies + 1 or poisoned:
             raise RuntimeError("the step did not finish")
-        linear = result.op_seconds[2::2]  # embed, then (norm, linear) per copy
+        linear = seconds[2::2]  # embed, then (norm, linear) per copy
         return float(linear[:copies].sum()) / copies, out
 
 

@@ -35,12 +35,12 @@ def multiply(x: F32, bias: F32, kind: Type, data: U8, int8: bool, threads: int) 
     linear = (p.OpKind.LINEAR, [codes, normed], [p.LOGITS], [0, 1], [1, 0], [])
     buffers = [(k, p.F32), (k, p.INT8)] if int8 else [(k, p.F32)]
     model.add_stage(_native.Program(buffers, [norm, linear]), [weight, *vectors])
-    rows, zeros = np.arange(n, dtype=np.int32), np.zeros(n, np.int32)
+    rows = np.arange(n, dtype=np.int32)
     stages, ranges = np.array([0, 1], np.int32), np.array([[0, n], [0, n]], np.int32)
     logits = np.zeros((n, m), np.float32)
-    runtime, control = _native.Runtime(threads), _native.Control()
-    result = runtime.step(model, [], [], rows, rows, zeros, [], [], stages, np.arange(3, dtype=np.int32), ranges, rows, logits, control)
-    assert result.cells_done == 2 and not result.poisoned.any()
+    segments, cells, control = [(rows, 0, [], [])], (stages, np.arange(3, dtype=np.int32), ranges), _native.Control()
+    done = _native.Runtime(threads).step(model, [], [], segments, *cells, rows, logits, control, _native.Counters())
+    assert done == (2, (False,))
     return logits
 
 

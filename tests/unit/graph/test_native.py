@@ -58,7 +58,7 @@ def test_functions(isa: str) -> None:
 CHANNELS, TAPS, ROWS = 16, 3, 5
 
 
-def conv_step(states: list[list[int]], positions: list[int], segments: list[int], pool: _native.StatePool) -> None:
+def conv_step(states: list[list[int]], start: int, pool: _native.StatePool) -> None:
     """One step of a model that embeds, convolves and forgets: what it is given of recurrent state is checked before it runs."""
     model = _native.Model(CHANNELS, 8, 8)
     table = _native.Weight(0, np.zeros(8 * CHANNELS * 4, np.uint8), 8, CHANNELS)
@@ -70,46 +70,46 @@ def conv_step(states: list[list[int]], positions: list[int], segments: list[int]
         _native.Program([(CHANNELS, 0), (CHANNELS, 0)], [norm, conv]), [taps, _native.Weight.vector(np.ones(CHANNELS, np.float32))]
     )
     ints = [np.array(s, np.int32) for s in states]
+    rows = np.array([[0, ROWS]] * 2, np.int32)
     _native.Runtime(1).step(
         model,
         [],
         [pool],
-        np.zeros(len(positions), np.int32),
-        np.array(positions, np.int32),
-        np.array(segments, np.int32),
-        [],
-        [ints],
+        [(np.zeros(ROWS, np.int32), start, [], ints)],
         np.array([0, 1], np.int32),
         np.array([0, 1, 2], np.int32),
-        np.array([[0, len(positions)]] * 2, np.int32),
+        rows,
         np.zeros(0, np.int32),
         np.zeros((0, 8), np.float32),
         _native.Control(),
+        _native.Counters(),
     )
 
 
 def test_states_that_do_not_fit_a_step_are_refused() -> None:
     pool = _native.StatePool(1, CHANNELS * (TAPS - 1))
     a, b = pool.take(), pool.take()
-    rows, one = list(range(ROWS)), [0] * ROWS
-    conv_step([[-1, 2, a, ROWS, b]], rows, one, pool)
-    conv_step([[a, ROWS, b]], [7 + r for r in rows], one, pool)
-    for states, positions, segments, message in (
-        ([[a, ROWS, b]], rows, one, "exactly when it does not begin"),
-        ([[-1, ROWS, b]], [r + 1 for r in rows], one, "exactly when it does not begin"),
-        ([[9, ROWS, b]], [r + 1 for r in rows], one, "slot 9 is not in use"),
-        ([[-1, ROWS, 9]], rows, one, "in slots that are in use"),
-        ([[-1, 2, a, 2, b]], rows, one, "ascending numbers of rows"),
-        ([[-1, ROWS + 1, b]], rows, one, "ascending numbers of rows"),
-        ([[-1, 2, a]], rows, one, "the last state is the segment's end"),
-        ([[-1]], rows, one, "a slot and pairs"),
-        ([[-1, ROWS]], rows, one, "a slot and pairs"),
-        ([[-1, 3, a]], [0, 1, 2, 0, 1], [0, 0, 0, 1, 1], "one state per segment"),
+    conv_step([[-1, 2, a, ROWS, b]], 0, pool)
+    conv_step([[a, ROWS, b]], 7, pool)
+    for states, start, message in (
+        ([[a, ROWS, b]], 0, "exactly when it does not begin"),
+        ([[-1, ROWS, b]], 1, "exactly when it does not begin"),
+        ([[9, ROWS, b]], 1, "slot 9 is not in use"),
+        ([[-1, ROWS, 9]], 0, "in slots that are in use"),
+        ([[-1, 2, a, 2, b]], 0, "ascending numbers of rows"),
+        ([[-1, ROWS + 1, b]], 0, "ascending numbers of rows"),
+        ([[-1, 2, a]], 0, "the last state is the segment's end"),
+        ([[-1]], 0, "a slot and pairs"),
+        ([[-1, ROWS]], 0, "a slot and pairs"),
+        ([], 0, "one list of slots per kind of state"),
+        ([[-1, ROWS, b]] * 2, 0, "one list of slots per kind of state"),
+        ([[a, ROWS, b]], -3, "position -3 is out of range"),
+        ([[a, ROWS, b]], (1 << 31) - 2, "position 2147483646 is out of range"),
     ):
         with pytest.raises(ValueError, match=message):
-            conv_step(states, positions, segments, pool)
+            conv_step(states, start, pool)
     with pytest.raises(ValueError, match="no state pool of kind 0 fits layer 0"):
-        conv_step([[-1, ROWS, 0]], rows, one, _native.StatePool(1, CHANNELS))
+        conv_step([[-1, ROWS, 0]], 0, _native.StatePool(1, CHANNELS))
     with pytest.raises(ValueError, match="no recurrent state of 0 layers"):
         _native.StatePool(0, 1)
     pool.give(a)

@@ -113,7 +113,15 @@ def test_a_model_without_its_source_is_not_run(path: Path) -> None:
     cells = (one, np.array([0, 1], np.int32), np.array([[0, 1]], np.int32))
     with pytest.raises(ValueError, match="no source"):
         _native.Runtime(1).step(
-            native, [], [], one, one, one, [], [], *cells, np.zeros(0, np.int32), np.zeros((0, 300), np.float32), _native.Control()
+            native,
+            [],
+            [],
+            [(one, 0, [], [])],
+            *cells,
+            np.zeros(0, np.int32),
+            np.zeros((0, 300), np.float32),
+            _native.Control(),
+            _native.Counters(),
         )
 
 
