@@ -39,11 +39,19 @@ template <class V, int T, class Value = uint16_t> struct AttendTile {
     Visible visible[T];
     bool started[T] = {};
     float *q, *scores, *o; // [dim][T], [T][64], [T][value_dim]
+    const Value *k, *next; // the page that is walked, and the one after it
     int dim, value_dim;
     float cap;
 
+    // The next page's values at the places of J blocks of this one, into L2: pages lie apart, and what the processor fetches by itself ends at
+    // their borders. Into L1 there would be no room for them beside this page.
+    template <int J> QUAFF_INLINE void fetch(const Value* at) const {
+        for (int i = 0; i < J * kLanes; i += 64 / int(sizeof(Value)))
+            __builtin_prefetch(next + (at - k) + i, 0, 2);
+    }
+
     // Scores of J blocks of 16 positions: one fma chain over d for each, the soft cap before the mask.
-    template <int J> QUAFF_INLINE void score(const Value* k, int block) {
+    template <int J> QUAFF_INLINE void score(int block) {
         F s[T][J];
 #pragma GCC unroll 8
         for (int t = 0; t < T; ++t)
@@ -53,6 +61,7 @@ template <class V, int T, class Value = uint16_t> struct AttendTile {
         const Value* at = k + block * kLanes;
         const float* qd = q;
         for (int d = 0; d < dim; ++d, at += kPage, qd += T) {
+            fetch<J>(at);
             F kd[J];
 #pragma GCC unroll 4
             for (int j = 0; j < J; ++j)
@@ -145,15 +154,16 @@ template <class V, int T, class Value = uint16_t> struct AttendTile {
     // o of J blocks of 16 dimensions over positions [from, to): what lies outside is hidden for every row. Adding +0 at the end makes a sum that
     // is zero positive, so that hidden positions (p = +0 times any finite V) never show in a sign, whether they were walked or not.
     // With `part` the page's own o is stored there, [T][value_dim], and merged later.
-    template <int J> QUAFF_INLINE void weigh(const Value* v, int block, int from, int to, float* part) {
+    template <int J> QUAFF_INLINE void weigh(int block, int from, int to, float* part) {
         F sum[T][J];
 #pragma GCC unroll 8
         for (int t = 0; t < T; ++t)
 #pragma GCC unroll 4
             for (int j = 0; j < J; ++j)
                 sum[t][j] = V::zero();
-        const Value* at = v + int64_t{from} * value_dim + block * kLanes;
+        const Value* at = k + int64_t{kPage} * dim + int64_t{from} * value_dim + block * kLanes;
         for (int i = from; i < to; ++i, at += value_dim) {
+            fetch<J>(at);
             F vi[J];
 #pragma GCC unroll 4
             for (int j = 0; j < J; ++j)
@@ -197,7 +207,9 @@ template <class V, int T, class Value = uint16_t> struct AttendTile {
     }
 
     // One page: reduced and merged, or with `part` reduced only: its m and l by lane, then o [T][value_dim].
-    QUAFF_INLINE void page(const Value* k, float* part) {
+    QUAFF_INLINE void page(const Value* at, const Value* after, float* part) {
+        k = at;
+        next = after;
         int from = kPage, to = 0;
         bool full = true;
         for (int t = 0; t < T; ++t) {
@@ -210,7 +222,7 @@ template <class V, int T, class Value = uint16_t> struct AttendTile {
         if (from >= to)
             return;
         const int first_block = from / kLanes, past_block = (to + kLanes - 1) / kLanes;
-        walk_blocks<V::kAttendBlocks>(first_block, past_block, [&](auto n, int block) { score<decltype(n)::value>(k, block); });
+        walk_blocks<V::kAttendBlocks>(first_block, past_block, [&](auto n, int block) { score<decltype(n)::value>(block); });
         if (full)
             normalise_full();
         else
@@ -221,14 +233,13 @@ template <class V, int T, class Value = uint16_t> struct AttendTile {
         } else {
             merge();
         }
-        const Value* v = k + int64_t{kPage} * dim;
         float* part_o = part ? part + 2 * kLanes : nullptr;
         walk_blocks<V::kAttendBlocks>(0, value_dim / kLanes,
-                                      [&](auto n, int block) { weigh<decltype(n)::value>(v, block, from, to, part_o); });
+                                      [&](auto n, int block) { weigh<decltype(n)::value>(block, from, to, part_o); });
         mark_started();
     }
 
-    // A page reduced by page(k, part), merged as page(k, nullptr) would have.
+    // A page reduced by page(.., part), merged as page(.., nullptr) would have.
     QUAFF_INLINE void merge_part(const float* part) {
         bool any = false;
         for (int t = 0; t < T; ++t)
@@ -295,7 +306,7 @@ template <class V, int T, Phase phase>
         if constexpr (phase == Phase::kMerge)
             tile.merge_part(parts);
         else
-            tile.page(args.pages[p] + args.head_offset, parts);
+            tile.page(args.pages[p] + args.head_offset, args.pages[p + (p + 1 < args.past_page)] + args.head_offset, parts);
     }
     if constexpr (phase != Phase::kParts)
         tile.finish(args);
@@ -342,7 +353,8 @@ template <class V> static void attend_f32(const AttendArgs* args) {
         tile.load(one);
         for (auto [p, past] = pages_seen(one); p < past; ++p) {
             tile.see(one, p);
-            tile.page(reinterpret_cast<const float*>(one.pages[p] + one.head_offset), nullptr);
+            const auto* page = reinterpret_cast<const float*>(one.pages[p] + one.head_offset);
+            tile.page(page, page, nullptr);
         }
         tile.finish(one);
     }

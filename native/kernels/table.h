@@ -148,6 +148,7 @@ struct AttendArgs {
     float* const* out;            // [count] -> [value_dim]
     const int32_t* position;      // [count] absolute positions
     const uint16_t* const* pages; // page p of this sequence, layer and head: K transposed f16 [dim][64], then V f16 [64][value_dim]
+    int32_t past_page;            // pages from here on are not there
     int64_t head_offset;          // added (in u16 units) to every page pointer
     int32_t dim, value_dim;       // multiples of 16, <= kMaxHeadDim
     int32_t window;               // 0: none. Visible: j <= i and, with a window, j > i - window

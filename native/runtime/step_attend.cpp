@@ -68,6 +68,7 @@ void StepRun::attend_each(const Stage& stage, const Op& op, const std::vector<At
         a.out = out;
         a.position = position;
         a.pages = pages_[static_cast<size_t>(op.ints[0])][static_cast<size_t>(segment_of(w.begin))].data();
+        a.past_page = position_of(w.begin + w.rows - 1) / kPage + 1;
         a.head_offset = (op.ints[1] * kv_heads + w.head) * pool.head_elements();
         a.dim = static_cast<int32_t>(dim);
         a.value_dim = static_cast<int32_t>(value_dim);

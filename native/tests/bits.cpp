@@ -415,6 +415,7 @@ void attention(const KernelTable& k, Lines& lines) {
                         a.out = results;
                         a.position = positions;
                         a.pages = pages;
+                        a.past_page = kPages;
                         a.dim = dim;
                         a.value_dim = value_dim;
                         a.window = window;
@@ -437,6 +438,7 @@ void attention(const KernelTable& k, Lines& lines) {
                         k.attend_f32(&a);
                         a.out = results;
                         a.pages = pages;
+                        a.past_page = kPages;
                         for (int t = begin % 3; t < a.count; t += 3) { // a third of the rows: the plain loops are slow
                             const std::vector<float> want = plain::attend(a, t);
                             if (std::memcmp(want.data(), results[t], want.size() * sizeof(float)) != 0)
