@@ -379,6 +379,27 @@ template <class D> static void few_tokens(const LinearArgs& a, Tokens& x, int64_
     });
 }
 
+// Panels that will most likely be claimed next: of this weight from `panel` on, or the first ones of the weight that follows. They are fetched
+// into L2 while tokens pass over those before them.
+struct Ahead {
+    Ahead(const LinearArgs& a, int64_t panel, int64_t count) {
+        const Weight* w = a.w;
+        if (panel == panel_count(*w) && a.next)
+            w = a.next, panel = 0;
+        const int64_t panels = panel_count(*w), past = panel + count < panels ? panel + count : panels;
+        at = w->data + panel * w->panel_bytes;
+        bytes = (past - panel) * w->panel_bytes;
+    }
+    // One of `slices` parts.
+    void fetch(int64_t slices) {
+        const int64_t part = bytes / slices + 64;
+        for (const int64_t past = done + part < bytes ? done + part : bytes; done < past; done += 64)
+            __builtin_prefetch(at + done, 0, 2);
+    }
+    const uint8_t* at;
+    int64_t bytes, done = 0;
+};
+
 // Many tokens: a few panels are prepared in scratch and stay in L2 while all tokens pass.
 template <class D> static void many_tokens(const LinearArgs& a, Tokens& x, int64_t panel0, int64_t panel1, uint8_t* scratch) {
     const Weight& w = *a.w;
@@ -398,9 +419,11 @@ template <class D> static void many_tokens(const LinearArgs& a, Tokens& x, int64
                 p = {codes_at, code_bytes(w), kChunk * w.group / 32 * 512, scales};
             for (int64_t i = 0; i < count; i++)
                 prepare_panel<D, codes, book>(w, from + i * w.panel_bytes, scales + i * panel_scales, codes_at + i * code_bytes(w));
+            Ahead ahead(a, panel + count, count);
             for (int64_t token = 0; token < a.rows; token += D::kTokens) {
                 const int64_t tokens = a.rows - token < D::kTokens ? a.rows - token : D::kTokens;
                 prepare_tokens<G>(a, offset, token, tokens, x);
+                ahead.fetch(a.rows / D::kTokens + 1);
                 int_tokens<D, Source::kPrepared, read, G>(a, p, x, panel, count, token, tokens);
             }
         }

@@ -137,7 +137,8 @@ struct LinearArgs {
     float* out;        // out[row_map ? row_map[t] : t][n], row length out_stride
     int64_t out_stride;
     const int32_t* row_map;
-    bool accumulate; // out = out + acc (residual) instead of out = acc
+    bool accumulate;    // out = out + acc (residual) instead of out = acc
+    const Weight* next; // whose panels are wanted after those of w, or null
 };
 
 inline constexpr int64_t kMaxHeadDim = 1024; // of keys and of values: latent attention has 576 and 512

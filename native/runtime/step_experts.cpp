@@ -197,6 +197,8 @@ void StepRun::multiply_experts(const Stage& stage, const Op& op, const std::vect
             result_.counters.expert_bytes_touched += m.bytes;
         }
     }
+    for (size_t i = 0; i + 1 < args.size(); ++i)
+        args[i].next = args[i + 1].w;
     rt_.pool_.run(static_cast<int64_t>(units.size()), [&](int64_t u, int worker) {
         const Unit& unit = units[static_cast<size_t>(u)];
         compute(args[unit.args], unit.begin, unit.end, worker);

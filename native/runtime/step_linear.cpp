@@ -73,6 +73,7 @@ void StepRun::linear(const Stage& stage, const Op& op, bool tail) {
                 a.out = buffer_row(out, bounds[b]);
                 a.out_stride = program_->buffer(out).width;
             }
+            a.next = j + 1 < n ? &weight(stage, op.weights[j + 1]).matrix.w : nullptr;
             args.push_back(a);
         }
     }
