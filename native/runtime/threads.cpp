@@ -40,7 +40,8 @@ template <typename Ready> bool spin(Ready&& ready) {
 } // namespace
 
 ThreadPool::ThreadPool(int threads)
-    : threads_(threads > 1 ? threads : 1), stretches_(std::make_unique<Stretch[]>(static_cast<size_t>(threads_))) {
+    : threads_(threads > 1 ? threads : 1), stretches_(std::make_unique<Stretch[]>(static_cast<size_t>(threads_))),
+      workers_done_(std::make_unique<Done[]>(static_cast<size_t>(threads_))) {
     try {
         for (int i = 1; i < threads; ++i)
             workers_.start([this, i] { loop(i); });
@@ -69,6 +70,7 @@ bool some_left(uint64_t state) { return (state & 0xffffffffu) < (state >> 32); }
 
 bool ThreadPool::work(int worker) {
     bool any = false;
+    std::atomic<int64_t>& done = workers_done_[static_cast<size_t>(worker)].units;
     for (int i = 0; i < size(); ++i) {
         std::atomic<uint64_t>& state = stretches_[static_cast<size_t>((worker + i) % size())].state;
         uint64_t s = state.load(std::memory_order_acquire);
@@ -76,12 +78,19 @@ bool ThreadPool::work(int worker) {
             if (!state.compare_exchange_weak(s, s + 1, std::memory_order_acq_rel, std::memory_order_acquire))
                 continue;
             call_(context_, static_cast<int64_t>(s & 0xffffffffu), worker);
-            done_.fetch_add(1, std::memory_order_release);
+            done.store(done.load(std::memory_order_relaxed) + 1, std::memory_order_release);
             any = true;
             s = state.load(std::memory_order_acquire);
         }
     }
     return any;
+}
+
+int64_t ThreadPool::done() const {
+    int64_t units = 0;
+    for (int i = 0; i < threads_; ++i)
+        units += workers_done_[static_cast<size_t>(i)].units.load(std::memory_order_acquire);
+    return units;
 }
 
 bool ThreadPool::pending() const {
@@ -94,7 +103,8 @@ bool ThreadPool::pending() const {
 void ThreadPool::start(Call call, void* context, const std::vector<int64_t>& bounds) {
     call_ = call;
     context_ = context;
-    done_.store(0, std::memory_order_relaxed);
+    for (int i = 0; i < threads_; ++i)
+        workers_done_[static_cast<size_t>(i)].units.store(0, std::memory_order_relaxed);
     // Stretches appear one by one. A worker that claims from the first already sees the whole job: call and context were set before.
     for (size_t i = 0; i + 1 < bounds.size(); ++i)
         stretches_[i].state.store(static_cast<uint64_t>(bounds[i + 1]) << 32 | static_cast<uint64_t>(bounds[i]), std::memory_order_release);
@@ -103,7 +113,7 @@ void ThreadPool::start(Call call, void* context, const std::vector<int64_t>& bou
         epoch_.notify_all();
     work(0);
     // A worker may still hold a unit. It is running, not sleeping, unless the system took its core: then yield ours.
-    while (!spin([&] { return done_.load(std::memory_order_acquire) == bounds.back(); }))
+    while (!spin([&] { return done() == bounds.back(); }))
         std::this_thread::yield();
 }
 

@@ -22,7 +22,7 @@ public:
     int size() const { return threads_; }
 
     // Another value whenever a unit has ended; any thread may ask.
-    uint64_t pulse() const { return uint64_t{epoch_} << 32 | static_cast<uint32_t>(done_); }
+    uint64_t pulse() const { return uint64_t{epoch_} << 32 | static_cast<uint32_t>(done()); }
 
     // Calls f(unit, worker) for every unit in [0, units), worker < size(); returns when all are done. f must not throw. units < 2^32.
     template <typename F> void run(int64_t units, F&& f) {
@@ -39,7 +39,7 @@ public:
             for (int64_t u = 0; u < units; ++u) {
                 f(u, 0);
                 if (units > 1)
-                    done_.store(u + 1, std::memory_order_relaxed);
+                    workers_done_[0].units.store(u + 1, std::memory_order_relaxed);
             }
             return;
         }
@@ -56,14 +56,19 @@ private:
     void end();
 
     bool pending() const;
+    int64_t done() const; // units of this job that have ended
 
     // A stretch: its end in the high half, its next unit in the low half. One compare-and-swap claims a unit of the job that is current then.
     struct alignas(64) Stretch {
         std::atomic<uint64_t> state{0};
     };
+    // Written by its worker only: a count that all share would travel from core to core with every unit.
+    struct alignas(64) Done {
+        std::atomic<int64_t> units{0};
+    };
     const int threads_;
     std::unique_ptr<Stretch[]> stretches_;
-    alignas(64) std::atomic<int64_t> done_{0};
+    std::unique_ptr<Done[]> workers_done_;
     alignas(64) std::atomic<uint32_t> epoch_{0};
     std::atomic<int> sleepers_{0};
     std::atomic<bool> stop_{false};
