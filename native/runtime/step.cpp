@@ -312,7 +312,10 @@ void StepRun::run_stage(size_t index) {
     if (writes_logits(stage))
         result_.counters.head_rows += cell_size();
     size_t at_op = in_.profile ? first_op_[index] : 0;
+    const bool expects = model_.in_memory && cell_size() <= kFewRows && rt_.threads() > 1 && rt_.threads() <= kFewWorkers;
     for (const Op& op : program_->ops) {
+        if (expects && op.kind == OpKind::kLinear)
+            expect_linear(index, static_cast<size_t>(&op - program_->ops.data()) + 1);
         const auto begin = in_.profile ? Clock::now() : Clock::time_point{};
         run_op(stage, op, tail);
         if (in_.profile)

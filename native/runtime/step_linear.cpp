@@ -10,6 +10,9 @@ namespace {
 // The height of a tile in panels, and so the least that a worker claims of a layer with many rows.
 constexpr int64_t kLeastPanels = 2;
 
+// Bytes that a worker fetches ahead at most: a part of the second-level cache.
+constexpr int64_t kExpectedBytes = 256 << 10;
+
 // The same rows from column `at` on, a multiple of 32.
 QuantRows columns_from(const QuantRows& q, int64_t at) {
     return {q.q + at, q.scale + at / 32, q.sum32 + at / 32, q.sum16 + at / 16, q.q_stride, q.s_stride};
@@ -98,15 +101,56 @@ void StepRun::linear(const Stage& stage, const Op& op, bool tail) {
     }
 }
 
+StepRun::Claims StepRun::claims(const std::vector<const Weight*>& weights, bool owned) const {
+    Claims c{{}, {0}};
+    for (const Weight* w : weights) {
+        c.panels.push_back(panels_per_claim(*w, owned));
+        c.first.push_back(c.first.back() + (panel_count(*w) + c.panels.back() - 1) / c.panels.back());
+    }
+    return c;
+}
+
+// Lets workers that wait fetch the weights of the next linear op from `op` of a stage on; after the last stage comes the first of the next step.
+void StepRun::expect_linear(size_t stage, size_t op) {
+    const size_t stages = model_.stages.size();
+    for (size_t looked = 0; looked <= stages; ++looked, ++stage, op = 0) {
+        const Stage& s = model_.stages[stage % stages];
+        for (; op < s.program->ops.size(); ++op)
+            if (s.program->ops[op].kind == OpKind::kLinear)
+                return expect_weights(s, s.program->ops[op]);
+    }
+}
+
+// Every worker his own stretch, or the beginning of it.
+void StepRun::expect_weights(const Stage& stage, const Op& op) {
+    std::vector<const Weight*> weights;
+    for (size_t j = 0; j < op.outputs.size(); ++j)
+        weights.push_back(&weight(stage, op.weights[j]).matrix.w);
+    const auto [panels, first] = claims(weights, false);
+    const int64_t units = first.back(), threads = rt_.threads();
+    for (int64_t worker = 0; worker < threads; ++worker) {
+        ThreadPool::Span spans[ThreadPool::kSpans];
+        int64_t left = kExpectedBytes;
+        for (size_t j = 0; j < std::min<size_t>(weights.size(), ThreadPool::kSpans); ++j) {
+            const Weight& w = *weights[j];
+            const int64_t begin = std::max(units * worker / threads - first[j], int64_t{0}) * panels[j];
+            const int64_t end = std::min((units * (worker + 1) / threads - first[j]) * panels[j], panel_count(w));
+            if (begin < end)
+                spans[j] = {w.data + begin * w.panel_bytes, std::min(left, (end - begin) * w.panel_bytes)};
+            left -= spans[j].bytes;
+        }
+        rt_.pool_.expect(static_cast<int>(worker), spans);
+    }
+}
+
 // One launch for args[block][weight].
 void StepRun::multiply(const std::vector<LinearArgs>& args, size_t n) {
     const size_t blocks = args.size() / n;
-    std::vector<int64_t> first(n + 1, 0), claim(n);
-    for (size_t j = 0; j < n; ++j) {
-        claim[j] = panels_per_claim(*args[j].w, blocks > 1);
-        first[j + 1] = first[j] + (panel_count(*args[j].w) + claim[j] - 1) / claim[j];
-    }
-    const auto one = [&](int64_t u, int worker) {
+    std::vector<const Weight*> weights;
+    for (size_t j = 0; j < n; ++j)
+        weights.push_back(args[j].w);
+    const auto [claim, first] = claims(weights, blocks > 1);
+    const auto one = [&, &claim = claim, &first = first](int64_t u, int worker) {
         const LinearArgs* of_block = args.data() + static_cast<size_t>(u / first[n]) * n;
         u %= first[n];
         size_t j = 0;

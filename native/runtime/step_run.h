@@ -17,6 +17,8 @@ constexpr int64_t kRowsPerUnit = 4;
 // Bytes of weights a worker claims at once when a cell has few rows: claiming costs about 50 ns, reading this much about 2 us.
 constexpr int64_t kBytesPerClaim = 64 << 10;
 constexpr int64_t kFewRows = 4, kFewRowsPanels = 4;
+// Workers are told one by one what to fetch: with more of them that would take longer than it saves.
+constexpr int kFewWorkers = 8;
 // Words of scratch for each expert while a row is routed: its score, its key, its mark, and what its group is worth.
 constexpr size_t kRouteWords = 4;
 
@@ -127,6 +129,13 @@ private:
         (a.x ? k_.linear_int : k_.linear_float)(&a, first_panel, past_panel, worker_scratch(worker));
     }
     void linear(const Stage& stage, const Op& op, bool tail);
+    // How the panels of weights side by side are claimed: so many at once of each, whose units begin at first[j].
+    struct Claims {
+        std::vector<int64_t> panels, first;
+    };
+    Claims claims(const std::vector<const Weight*>& weights, bool owned) const;
+    void expect_linear(size_t stage, size_t op);
+    void expect_weights(const Stage& stage, const Op& op);
     void multiply(const std::vector<LinearArgs>& args, size_t weights);
     void head_linear(const Stage& stage, const Op& op, bool tail);
 

@@ -24,14 +24,17 @@ inline void pause() {
 // Long enough to bridge the gap between two ops of a step, short enough that an idle engine costs nothing.
 constexpr auto kSpin = std::chrono::microseconds(100);
 
+// Cache lines fetched between two looks for work: a look that comes late costs more than they are worth.
+constexpr int kLines = 4;
+
 // Spins until ready() or the bound has passed; the clock is read rarely, since reading it costs more than a pause.
-template <typename Ready> bool spin(Ready&& ready) {
+template <typename Ready, typename Idle> bool spin(Ready&& ready, Idle&& idle) {
     const auto end = std::chrono::steady_clock::now() + kSpin;
     do {
         for (int i = 0; i < 64; ++i) {
             if (ready())
                 return true;
-            pause();
+            idle();
         }
     } while (std::chrono::steady_clock::now() < end);
     return ready();
@@ -41,7 +44,8 @@ template <typename Ready> bool spin(Ready&& ready) {
 
 ThreadPool::ThreadPool(int threads)
     : threads_(threads > 1 ? threads : 1), stretches_(std::make_unique<Stretch[]>(static_cast<size_t>(threads_))),
-      workers_done_(std::make_unique<Done[]>(static_cast<size_t>(threads_))) {
+      workers_done_(std::make_unique<Done[]>(static_cast<size_t>(threads_))),
+      expected_(std::make_unique<Expected[]>(static_cast<size_t>(threads_))) {
     try {
         for (int i = 1; i < threads; ++i)
             workers_.start([this, i] { loop(i); });
@@ -86,6 +90,29 @@ bool ThreadPool::work(int worker) {
     return any;
 }
 
+void ThreadPool::expect(int worker, const Span (&spans)[kSpans]) {
+    Expected& e = expected_[static_cast<size_t>(worker)];
+    for (int i = 0; i < kSpans; ++i) {
+        e.begin[i].store(reinterpret_cast<uintptr_t>(spans[i].begin), std::memory_order_relaxed);
+        e.bytes[i].store(spans[i].bytes, std::memory_order_relaxed);
+    }
+    e.version.store(e.version.load(std::memory_order_relaxed) + 1, std::memory_order_release);
+}
+
+void ThreadPool::idle(int worker, Fetched& done) const {
+    const Expected& e = expected_[static_cast<size_t>(worker)];
+    if (const uint32_t version = e.version.load(std::memory_order_acquire); version != done.version)
+        done = {version, 0, 0};
+    while (done.span < kSpans && done.bytes >= e.bytes[done.span].load(std::memory_order_relaxed))
+        done = {done.version, done.span + 1, 0};
+    if (done.span == kSpans)
+        return pause();
+    const uintptr_t at = e.begin[done.span].load(std::memory_order_relaxed) + static_cast<uintptr_t>(done.bytes);
+    for (int line = 0; line < kLines; ++line)
+        __builtin_prefetch(reinterpret_cast<const void*>(at + 64 * static_cast<uintptr_t>(line)), 0, 2);
+    done.bytes += 64 * kLines;
+}
+
 int64_t ThreadPool::done() const {
     int64_t units = 0;
     for (int i = 0; i < threads_; ++i)
@@ -113,14 +140,15 @@ void ThreadPool::start(Call call, void* context, const std::vector<int64_t>& bou
         epoch_.notify_all();
     work(0);
     // A worker may still hold a unit. It is running, not sleeping, unless the system took its core: then yield ours.
-    while (!spin([&] { return done() == bounds.back(); }))
+    while (!spin([&] { return done() == bounds.back(); }, [&] { idle(0, caller_fetched_); }))
         std::this_thread::yield();
 }
 
 void ThreadPool::loop(int worker) {
     FloatEnvironment environment;
+    Fetched fetched;
     while (!stop_.load(std::memory_order_relaxed)) {
-        if (work(worker) || spin([this] { return pending(); }))
+        if (work(worker) || spin([this] { return pending(); }, [&] { idle(worker, fetched); }))
             continue;
         // Order matters: the epoch is read before the last look, so work published after it changes the epoch and wait() returns.
         sleepers_.fetch_add(1);

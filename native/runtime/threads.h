@@ -21,6 +21,15 @@ public:
 
     int size() const { return threads_; }
 
+    // What a worker will read in a later job, in that order: he fetches it into his cache while he has nothing to do. The caller of run() says so
+    // between two jobs; only speed depends on it, and what is said may be gone by then: fetching from where nothing is does nothing.
+    struct Span {
+        const uint8_t* begin = nullptr;
+        int64_t bytes = 0;
+    };
+    static constexpr int kSpans = 4;
+    void expect(int worker, const Span (&spans)[kSpans]);
+
     // Another value whenever a unit has ended; any thread may ask.
     uint64_t pulse() const { return uint64_t{epoch_} << 32 | static_cast<uint32_t>(done()); }
 
@@ -66,9 +75,24 @@ private:
     struct alignas(64) Done {
         std::atomic<int64_t> units{0};
     };
+    // Spans, and a number that changes with them. A worker that reads old and new ones mixed fetches the wrong bytes, which harms nobody.
+    struct alignas(64) Expected {
+        std::atomic<uint32_t> version{0};
+        std::atomic<uintptr_t> begin[kSpans]{};
+        std::atomic<int64_t> bytes[kSpans]{};
+    };
+    struct Fetched {
+        uint32_t version = 0;
+        int span = 0;
+        int64_t bytes = 0; // of that span
+    };
+    void idle(int worker, Fetched& done) const; // fetches some of what is expected, or pauses where all of it was
+
     const int threads_;
     std::unique_ptr<Stretch[]> stretches_;
     std::unique_ptr<Done[]> workers_done_;
+    std::unique_ptr<Expected[]> expected_;
+    Fetched caller_fetched_;
     alignas(64) std::atomic<uint32_t> epoch_{0};
     std::atomic<int> sleepers_{0};
     std::atomic<bool> stop_{false};
