@@ -361,6 +361,7 @@ void bind_step(nb::module_& m) {
         .def_prop_ro("pulse", &Runtime::pulse)
         .def_prop_ro("owned_launches", &Runtime::owned_launches)
         .def_prop_ro("shared_launches", &Runtime::shared_launches)
+        .def_prop_ro("expected_launches", &Runtime::expected_launches)
         .def(
             "step",
             [](Runtime& self, Model& model, const std::vector<PagePool*>& pools, const std::vector<StatePool*>& state_pools,

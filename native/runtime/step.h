@@ -57,9 +57,11 @@ public:
     int threads() const { return pool_.size(); }
     size_t scratch_bytes() const;
     uint64_t pulse() const { return pool_.pulse(); }
-    // Launches so far whose rows each worker owned a block of, and those whose tiles' pages were shared out: for tests of what ran.
+    // For tests of what ran: launches so far whose rows each worker owned a block of, those whose tiles' pages were shared out, and how often
+    // workers were told which weights come next.
     int64_t owned_launches() const { return owned_; }
     int64_t shared_launches() const { return shared_; }
+    int64_t expected_launches() const { return expected_; }
 
     // Throws std::invalid_argument before anything is computed, std::bad_alloc when scratch cannot grow, SourceError when weights cannot be read.
     StepResult step(Model& model, const std::vector<const PagePool*>& pools, const std::vector<const StatePool*>& states,
@@ -69,7 +71,7 @@ private:
     friend class StepRun;
     ThreadPool pool_;
     Arena residual_, buffers_, workers_, parts_;
-    int64_t owned_ = 0, shared_ = 0;
+    int64_t owned_ = 0, shared_ = 0, expected_ = 0;
 };
 
 } // namespace quaff

@@ -123,6 +123,7 @@ void StepRun::expect_linear(size_t stage, size_t op) {
 
 // Every worker his own stretch, or the beginning of it.
 void StepRun::expect_weights(const Stage& stage, const Op& op) {
+    ++rt_.expected_;
     std::vector<const Weight*> weights;
     for (size_t j = 0; j < op.outputs.size(); ++j)
         weights.push_back(&weight(stage, op.weights[j]).matrix.w);
@@ -149,8 +150,9 @@ void StepRun::multiply(const std::vector<LinearArgs>& args, size_t n) {
     std::vector<const Weight*> weights;
     for (size_t j = 0; j < n; ++j)
         weights.push_back(args[j].w);
-    const auto [claim, first] = claims(weights, blocks > 1);
-    const auto one = [&, &claim = claim, &first = first](int64_t u, int worker) {
+    const Claims c = claims(weights, blocks > 1);
+    const std::vector<int64_t>&claim = c.panels, &first = c.first;
+    const auto one = [&](int64_t u, int worker) {
         const LinearArgs* of_block = args.data() + static_cast<size_t>(u / first[n]) * n;
         u %= first[n];
         size_t j = 0;

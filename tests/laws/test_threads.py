@@ -10,6 +10,7 @@ from tests.laws.paths import ISAS, Tinyrun, prompt
 from tests.tiny import CASES
 
 from quaff.checkpoint import open_checkpoint
+from quaff.graph.program import OpKind
 from quaff.schedule import Order
 
 ORDERS = [Order("token"), Order("chunk", 1), Order("chunk", 33), Order("layer", 50), Order("chunk", 200)]
@@ -40,6 +41,23 @@ def test_rows_that_workers_own_and_pages_that_they_share_never_show(models: dict
     before = together.owned_launches
     assert not model.read(tokens, Order("token")).difference(expected)
     assert together.owned_launches == before and together.shared_launches > 0
+
+
+def test_weights_fetched_beforehand_never_show(models: dict[str, Tinyrun]) -> None:
+    """Rows that come one by one let waiting workers fetch the next weights: a few workers must have been told, one or many never are."""
+    model = models["llama-gqa"]
+    tokens = prompt(model.vocab, 40, seed=10)
+    model.use(threads=1)
+    expected = model.read(tokens, Order("token"))
+    assert model.runner._runtime.expected_launches == 0
+    model.use(threads=2)
+    assert not model.read(tokens, Order("token")).difference(expected)
+    linear = sum(op.kind == OpKind.LINEAR for stage in model.graph.stages for op in stage.program.ops)
+    assert model.runner._runtime.expected_launches >= len(tokens) * (linear - 1)
+    few = model.read(tokens[:3], Order("token"))
+    model.use(threads=9)
+    assert not model.read(tokens[:3], Order("token")).difference(few)
+    assert model.runner._runtime.expected_launches == 0
 
 
 @pytest.mark.parametrize("isa", ISAS)
