@@ -7,9 +7,10 @@ static_assert(FLT_EVAL_METHOD == 0, "quaff needs f32 arithmetic that rounds to f
 
 namespace quaff {
 
-inline constexpr int kNumericsVersion = 1;
+inline constexpr int kNumericsVersion = 2;
 inline constexpr int kLanes = 16;          // width of every fold, rows of a weight panel
 inline constexpr int kQuantGroup = 32;     // activations share one scale per 32 values
+inline constexpr int kOutlierBlock = 1024; // activations of which the largest one stays f32
 inline constexpr int kFloatBlock = 128;    // float linear: one fma chain per 128 of k
 inline constexpr int kPage = 64;           // positions of a KV page
 inline constexpr int kLogprobBlock = 4096; // ids whose probabilities share one f32 fold

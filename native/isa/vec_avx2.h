@@ -82,6 +82,15 @@ struct VecAvx2 {
     template <int n> QUAFF_INLINE static I shl(I x) { return {_mm256_slli_epi32(x.a, n), _mm256_slli_epi32(x.b, n)}; }
     template <int n> QUAFF_INLINE static I shr(I x) { return {_mm256_srai_epi32(x.a, n), _mm256_srai_epi32(x.b, n)}; }  // arithmetic
     template <int n> QUAFF_INLINE static I shru(I x) { return {_mm256_srli_epi32(x.a, n), _mm256_srli_epi32(x.b, n)}; } // logical
+    QUAFF_INLINE static I shru(I x, int n) {
+        const __m128i by = _mm_cvtsi32_si128(n);
+        return {_mm256_srl_epi32(x.a, by), _mm256_srl_epi32(x.b, by)};
+    }
+    // First of 32 lanes that is x; one of them is.
+    QUAFF_INLINE static int ifind(I a, I b, int32_t x) {
+        const uint32_t low = equal(a.a, x) | equal(a.b, x) << 8, high = equal(b.a, x) | equal(b.b, x) << 8;
+        return __builtin_ctz(low | high << 16);
+    }
     QUAFF_INLINE static F to_float(I x) { return {_mm256_cvtepi32_ps(x.a), _mm256_cvtepi32_ps(x.b)}; }
     QUAFF_INLINE static I to_int(F x) { return {_mm256_cvtps_epi32(x.a), _mm256_cvtps_epi32(x.b)}; } // integral values of |x| < 2^31
     QUAFF_INLINE static I bits(F x) { return {_mm256_castps_si256(x.a), _mm256_castps_si256(x.b)}; }
@@ -148,6 +157,9 @@ struct VecAvx2 {
     }
 
 private:
+    QUAFF_INLINE static uint32_t equal(__m256i v, int32_t x) {
+        return static_cast<uint32_t>(_mm256_movemask_ps(_mm256_castsi256_ps(_mm256_cmpeq_epi32(v, _mm256_set1_epi32(x)))));
+    }
     QUAFF_INLINE static __m128i load128(const void* p) { return _mm_loadu_si128(static_cast<const __m128i*>(p)); }
     template <int pick> QUAFF_INLINE static __m256 part(F x) {
         return _mm256_castpd_ps(_mm256_permute4x64_pd(_mm256_castps_pd(_mm256_shuffle_ps(x.a, x.b, pick)), 0xd8));

@@ -62,6 +62,12 @@ struct VecAvx512 {
     template <int n> QUAFF_INLINE static I shl(I a) { return _mm512_slli_epi32(a, n); }
     template <int n> QUAFF_INLINE static I shr(I a) { return _mm512_srai_epi32(a, n); }  // arithmetic
     template <int n> QUAFF_INLINE static I shru(I a) { return _mm512_srli_epi32(a, n); } // logical
+    QUAFF_INLINE static I shru(I a, int n) { return _mm512_srlv_epi32(a, iset(n)); }
+    // First of 32 lanes that is x; one of them is.
+    QUAFF_INLINE static int ifind(I a, I b, int32_t x) {
+        const uint32_t low = _mm512_cmpeq_epi32_mask(a, iset(x)), high = _mm512_cmpeq_epi32_mask(b, iset(x));
+        return __builtin_ctz(low | high << 16);
+    }
     QUAFF_INLINE static F to_float(I a) { return _mm512_cvtepi32_ps(a); }
     QUAFF_INLINE static I to_int(F a) { return _mm512_cvtps_epi32(a); } // integral values of |a| < 2^31
     QUAFF_INLINE static I bits(F a) { return _mm512_castps_si512(a); }

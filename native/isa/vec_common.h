@@ -28,4 +28,16 @@ template <class V> QUAFF_INLINE void store_part(float* p, int64_t n, typename V:
     }
 }
 
+// First of 32 lanes that is x; one of them is.
+template <class V> QUAFF_INLINE int ifind(typename V::I a, typename V::I b, int32_t x) {
+    alignas(64) int32_t lanes[2 * kLanes];
+    V::istore(lanes, a);
+    V::istore(lanes + kLanes, b);
+    int i = 0;
+    while (i < 2 * kLanes - 1 && lanes[i] != x) {
+        ++i;
+    }
+    return i;
+}
+
 } // namespace quaff::isa

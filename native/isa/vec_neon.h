@@ -88,6 +88,12 @@ struct VecNeon {
         return {mask(vshrq_n_u32(uint(x.a), n)), mask(vshrq_n_u32(uint(x.b), n)), mask(vshrq_n_u32(uint(x.c), n)),
                 mask(vshrq_n_u32(uint(x.d), n))};
     }
+    QUAFF_INLINE static I shru(I x, int n) {
+        const int32x4_t by = vdupq_n_s32(-n); // a shift to the left by a negative count is one to the right
+        return {mask(vshlq_u32(uint(x.a), by)), mask(vshlq_u32(uint(x.b), by)), mask(vshlq_u32(uint(x.c), by)),
+                mask(vshlq_u32(uint(x.d), by))};
+    }
+    QUAFF_INLINE static int ifind(I a, I b, int32_t x) { return isa::ifind<VecNeon>(a, b, x); }
     QUAFF_INLINE static F to_float(I x) { return {vcvtq_f32_s32(x.a), vcvtq_f32_s32(x.b), vcvtq_f32_s32(x.c), vcvtq_f32_s32(x.d)}; }
     QUAFF_INLINE static I to_int(F x) {
         return {vcvtq_s32_f32(x.a), vcvtq_s32_f32(x.b), vcvtq_s32_f32(x.c), vcvtq_s32_f32(x.d)};

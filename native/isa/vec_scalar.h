@@ -104,7 +104,9 @@ struct VecScalar {
     QUAFF_INLINE static void istore(int32_t* p, I v) { __builtin_memcpy(p, &v, sizeof v); }
     QUAFF_INLINE static I iadd(I x, I y) { return {x.a + y.a, x.b + y.b, x.c + y.c, x.d + y.d}; }
     QUAFF_INLINE static I isub(I x, I y) { return {x.a - y.a, x.b - y.b, x.c - y.c, x.d - y.d}; }
-    QUAFF_INLINE static I imul(I x, I y) { return {x.a * y.a, x.b * y.b, x.c * y.c, x.d * y.d}; }
+    QUAFF_INLINE static I imul(I x, I y) { // wraps, as everywhere
+        return {(I4)((U4)x.a * (U4)y.a), (I4)((U4)x.b * (U4)y.b), (I4)((U4)x.c * (U4)y.c), (I4)((U4)x.d * (U4)y.d)};
+    }
     QUAFF_INLINE static I imax(I x, I y) { return pick(igt(x, y), x, y); }
     QUAFF_INLINE static I iand(I x, I y) { return {x.a & y.a, x.b & y.b, x.c & y.c, x.d & y.d}; }
     QUAFF_INLINE static I ior(I x, I y) { return {x.a | y.a, x.b | y.b, x.c | y.c, x.d | y.d}; }
@@ -117,6 +119,8 @@ struct VecScalar {
     template <int n> QUAFF_INLINE static I shru(I x) {                                                   // logical
         return {(I4)((U4)x.a >> n), (I4)((U4)x.b >> n), (I4)((U4)x.c >> n), (I4)((U4)x.d >> n)};
     }
+    QUAFF_INLINE static I shru(I x, int n) { return {(I4)((U4)x.a >> n), (I4)((U4)x.b >> n), (I4)((U4)x.c >> n), (I4)((U4)x.d >> n)}; }
+    QUAFF_INLINE static int ifind(I a, I b, int32_t x) { return isa::ifind<VecScalar>(a, b, x); }
     QUAFF_INLINE static F to_float(I x) {
         return {__builtin_convertvector(x.a, F4), __builtin_convertvector(x.b, F4), __builtin_convertvector(x.c, F4),
                 __builtin_convertvector(x.d, F4)};

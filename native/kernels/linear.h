@@ -19,9 +19,15 @@ enum class Source {
 
 // Panels side by side, from the first one of a call on.
 struct Panels {
-    const uint8_t* data; // kPacked, kBook: chunks as they are. kPrepared: codes only, 512 bytes per group of 32
-    int64_t panel_stride, chunk_stride;
-    const float* scales; // kPrepared: [panel][scale, min if there are any][group][row]
+    // Chunks as they are.
+    Panels(const Weight& w, int64_t panel)
+        : data(w.data + panel * w.panel_bytes), panel_stride(w.panel_bytes), chunk_stride(chunk_bytes(w, kChunk)),
+          codes_at(chunk_codes_at(w, kChunk)), last_codes_at(chunk_codes_at(w, w.groups % kChunk)) {}
+    // Prepared codes only, 512 bytes per group of 32.
+    Panels(const Weight& w, const uint8_t* codes) : data(codes), panel_stride(w.cols * kLanes), chunk_stride(kChunk * w.group / 32 * 512) {}
+    const uint8_t* data;
+    int64_t panel_stride, chunk_stride, codes_at = 0, last_codes_at = 0; // codes of a chunk of 16 groups, of a shorter last one
+    const float* scales = nullptr;                                       // kPrepared: [panel][scale, min if there are any][group][row]
 };
 
 // Significant bits of a stored code as an operand: what fits an int16 pair of products depends on it (isa/dot_avx2.h).
@@ -35,16 +41,25 @@ struct Cell {
     float scale[16];   // of the enclosing 32
     float sum[16];     // scale * float(sum(q))
 };
-static_assert(sizeof(Cell) == 192);
+static_assert(sizeof(Cell) == 192 && kOutlierBlock % (16 * kQuantGroup) == 0);
 
-QUAFF_INLINE int64_t cell_bytes(const Weight& w) { return (w.groups / 16 + 1) * kMaxTokens * int64_t(sizeof(Cell)); }
+// Where a tile finds the codes that a token's outlier is multiplied by: the line of their low plane and of the high one, if there is one, in bytes
+// from the panel's data, and by how much to shift a row's word there. Their scales, in floats from those of the block's first group.
+struct Place {
+    uint32_t low, low_shift, high, high_shift, scale;
+    float value;
+};
+
+// Cells and places: no more blocks than cells.
+QUAFF_INLINE int64_t cell_bytes(const Weight& w) { return (w.groups / 16 + 1) * kMaxTokens * int64_t(sizeof(Cell) + sizeof(Place)); }
 QUAFF_INLINE int64_t code_bytes(const Weight& w) { return w.codes == Codes::kByte ? 0 : w.cols * kLanes; } // prepared, per panel
 QUAFF_INLINE int64_t scale_bytes(const Weight& w) { return w.groups * kLanes * int64_t(sizeof(float)) * (w.has_min ? 2 : 1); }
 
 struct Tokens {
     const int8_t* q;
     int64_t q_stride;
-    Cell* cells; // [ceil(groups / 16)][token]
+    Cell* cells;   // [ceil(groups / 16)][token]
+    Place* places; // [block of kOutlierBlock columns][token]
     int64_t groups;
 };
 
@@ -158,6 +173,48 @@ QUAFF_INLINE typename D::Bytes load_values(typename D::Table table, const uint8_
         return bytes;
 }
 
+// Stored codes of 16 rows at a place, one a lane. A codebook's are true codes plus 128, as everywhere.
+template <class D, Codes codes, bool book>
+QUAFF_INLINE typename D::V::I codes_at(typename D::Table table, const uint8_t* panel, const Place& p) {
+    using V = typename D::V;
+    constexpr int low = planes(codes).low, high = planes(codes).high;
+    const auto plane = [&](uint32_t line, uint32_t shift, int bits) {
+        return V::iand(V::shru(V::iload(reinterpret_cast<const int32_t*>(panel + line)), static_cast<int>(shift)),
+                       V::iset((1 << bits) - 1));
+    };
+    typename V::I code = plane(p.low, p.low_shift, low);
+    if constexpr (high != 0)
+        code = V::ior(code, V::template shl<low>(plane(p.high, p.high_shift, high)));
+    if constexpr (book) {
+        alignas(64) int32_t lanes[kLanes];
+        auto* bytes = reinterpret_cast<uint8_t*>(lanes);
+        V::istore(lanes, code);
+        D::store(bytes, D::lookup(table, D::load(bytes)));
+        code = V::iand(V::iload(lanes), V::iset(255));
+    }
+    return code;
+}
+
+// One outlier of each token times its dequantised weights of R panels. Scales and minimums are those of the block.
+template <class D, Codes codes, bool book, bool has_min, int R, int T>
+QUAFF_INLINE void add_outliers(typename D::V::F (&acc)[R][T], typename D::Table table, int32_t offset, const Panels& p, const Place* places,
+                               const float* scales, int64_t panel_scales, int64_t min_at) {
+    using V = typename D::V;
+    const typename V::I less = V::iset(offset);
+#pragma GCC unroll 8
+    for (int t = 0; t < T; t++) {
+        const Place& place = places[t];
+        const typename V::F value = V::set(place.value);
+#pragma GCC unroll 4
+        for (int r = 0; r < R; r++) {
+            const typename V::F code = V::to_float(V::isub(codes_at<D, codes, book>(table, p.data + r * p.panel_stride, place), less));
+            const float* at = scales + r * panel_scales + place.scale;
+            const typename V::F scale = V::load(at);
+            acc[r][t] = V::fma(has_min ? V::fma(scale, code, V::load(at + min_at)) : V::mul(scale, code), value, acc[r][t]);
+        }
+    }
+}
+
 // R panels x T tokens over all groups. Tiles are inlined into the loop over panels: g++ keeps an array in registers only when the loops over it
 // are inner ones, unrolled before it decides.
 template <class D, Source source, Codes form, int G, int R, int T>
@@ -171,12 +228,14 @@ QUAFF_INLINE void int_tile(const LinearArgs& a, const Panels& p, const Tokens& x
     constexpr int run = steps < D::template kSteps<bits> ? steps : D::template kSteps<bits>; // dots between two looks at the int32 sums
     const int64_t groups = x.groups;
     const bool has_min = a.w->has_min;
-    const int64_t panel_scales = has_min ? 2 * groups * kLanes : groups * kLanes;
+    constexpr int64_t block = kOutlierBlock / G; // groups
+    const int64_t panel_scales = has_min ? 2 * groups * kLanes : groups * kLanes, min_at = (prepared ? groups : block) * kLanes;
     const Cell* cells = x.cells;
+    const Place* places = x.places;
     typename D::Table table{};
     if constexpr (book)
         table = D::table(a.w->codebook);
-    alignas(64) float chunk[prepared ? 1 : R][2][prepared ? 1 : kChunk * kLanes];
+    alignas(64) float chunk[prepared ? 1 : R][2][prepared ? 1 : block * kLanes];
 
     typename V::F acc[R][T];
 #pragma GCC unroll 4
@@ -187,13 +246,11 @@ QUAFF_INLINE void int_tile(const LinearArgs& a, const Panels& p, const Tokens& x
     for (int64_t g0 = 0; g0 < groups; g0 += kChunk, cells += T) {
         const int64_t count = groups - g0 < kChunk ? groups - g0 : kChunk;
         const uint8_t* codes = p.data + g0 / kChunk * p.chunk_stride;
-        if constexpr (!prepared) {
+        const int64_t in_block = g0 % block * kLanes;
+        if constexpr (!prepared)
             for (int r = 0; r < R; r++)
-                expand_scales<V>(*a.w, codes + r * p.panel_stride, count, chunk[r][0], chunk[r][1]);
-            codes += chunk_codes_at(*a.w, count);
-        } else if (a.w->codes == Codes::kByte) { // in place
-            codes += chunk_codes_at(*a.w, count);
-        }
+                expand_scales<V>(*a.w, codes + r * p.panel_stride, count, chunk[r][0] + in_block, chunk[r][1] + in_block);
+        codes += count == kChunk ? p.codes_at : p.last_codes_at;
         const int8_t* chunk_q = x.q + g0 * G;
         for (int64_t i0 = 0; i0 < count; i0 += 32 / G) {
             const int64_t b = i0 * G / 32;
@@ -239,19 +296,29 @@ QUAFF_INLINE void int_tile(const LinearArgs& a, const Panels& p, const Tokens& x
                 }
 #pragma GCC unroll 4
                 for (int r = 0; r < R; r++) {
-                    const float* scales = prepared ? p.scales + r * panel_scales + (g0 + i) * kLanes : chunk[r][0] + i * kLanes;
+                    const float* scales = prepared ? p.scales + r * panel_scales + (g0 + i) * kLanes : chunk[r][0] + in_block + i * kLanes;
                     const typename V::F scale = V::load(scales);
 #pragma GCC unroll 8
                     for (int t = 0; t < T; t++)
                         acc[r][t] = V::fma(V::to_float(sum[r][t]), V::mul(scale, V::set(cells[t].scale[i])), acc[r][t]);
                     if (has_min) {
-                        const typename V::F min = V::load(scales + (prepared ? groups * kLanes : kChunk * kLanes));
+                        const typename V::F min = V::load(scales + min_at);
 #pragma GCC unroll 8
                         for (int t = 0; t < T; t++)
                             acc[r][t] = V::fma(min, V::set(cells[t].sum[i]), acc[r][t]);
                     }
                 }
             }
+        }
+        if (g0 % block + kChunk == block || g0 + kChunk >= groups) {
+            const int32_t offset = bits == 8 ? 128 : a.w->offset;
+            const float* scales = prepared ? p.scales + g0 / block * block * kLanes : chunk[0][0];
+            const int64_t next = prepared ? panel_scales : 2 * block * kLanes;
+            if (has_min)
+                add_outliers<D, read, book, true>(acc, table, offset, p, places, scales, next, min_at);
+            else
+                add_outliers<D, read, book, false>(acc, table, offset, p, places, scales, next, min_at);
+            places += T;
         }
     }
     if (!a.bias && (panel + R) * kLanes <= a.w->rows) {
@@ -323,22 +390,47 @@ template <class F> QUAFF_INLINE void with_form(const Weight& w, F&& f) {
     }
 }
 
-// Cells of `tokens` rows from `token` on: whole cells, since the strides are whole ones; what lies past the last group is never used.
-template <int G>
-[[gnu::noinline]] static void prepare_tokens(const LinearArgs& a, int32_t offset, int64_t token, int64_t tokens, Tokens& x) {
+// The place of a block's outlier. Field by field: g++ copies a whole Place by way of the stack, where it waits for stores.
+template <Codes codes, int G>
+QUAFF_INLINE void find(const Outlier& o, uint32_t block, const Panels& p, uint32_t whole_chunks, Place& place) {
+    constexpr uint32_t low = planes(codes).low, high = planes(codes).high, cols = kChunk * G;
+    const uint32_t chunk = block * (kOutlierBlock / cols) + o.column / cols, k4 = o.column % 32 / 4, byte = o.column % 4 * 8;
+    const uint32_t group = chunk * uint32_t(p.chunk_stride) + uint32_t(chunk < whole_chunks ? p.codes_at : p.last_codes_at) +
+                           o.column % cols / 32 * uint32_t(code_group_bytes(codes));
+    place.low = group + k4 % low * 64, place.low_shift = byte + k4 / low * low;
+    if constexpr (high != 0)
+        place.high = group + (low + k4 % high) * 64, place.high_shift = byte + k4 / high * high;
+    place.scale = o.column / G * kLanes, place.value = o.value;
+}
+
+// Cells of `tokens` rows from `token` on: whole cells, since the strides are whole ones; what lies past the last group is never used. Also where
+// the codes for their outliers are.
+template <class D, Codes read, int G>
+[[gnu::noinline]] static void prepare_tokens(const LinearArgs& a, const Panels& p, int32_t offset, int64_t token, int64_t tokens,
+                                             Tokens& x) {
+    using V = typename D::V;
     const QuantRows& rows = *a.x;
+    const typename V::I less = V::iset(-offset);
+    const auto blocks = uint32_t(outlier_count(x.groups * G)), whole_chunks = uint32_t(x.groups / kChunk);
     for (int64_t t = 0; t < tokens; t++) {
         const int32_t* sums = (G == 32 ? rows.sum32 : rows.sum16) + (token + t) * rows.s_stride * (32 / G);
         const float* scales = rows.scale + (token + t) * rows.s_stride;
         Cell* cell = x.cells + t;
         for (int64_t left = x.groups; left > 0; left -= 16, cell += tokens, sums += 16, scales += G / 2) {
-            for (int i = 0; i < 16; i++)
-                cell->start[i] = int32_t(uint32_t(-offset) * uint32_t(sums[i]));
-            for (int i = 0; i < 16; i++)
-                cell->scale[i] = scales[i / (32 / G)];
-            for (int i = 0; i < 16; i++)
-                cell->sum[i] = cell->scale[i] * float(sums[i]);
+            const typename V::I sum = V::iload(sums);
+            V::istore(cell->start, V::imul(sum, less));
+            alignas(64) float twice[kLanes];
+            if (G == 16)
+                for (int i = 0; i < kLanes; i++)
+                    twice[i] = scales[i / 2];
+            const typename V::F scale = V::load(G == 16 ? twice : scales);
+            V::store(cell->scale, scale);
+            V::store(cell->sum, V::mul(scale, V::to_float(sum)));
         }
+        const Outlier* outliers = rows.outlier + (token + t) * rows.o_stride;
+        Place* place = x.places + t;
+        for (uint32_t block = 0; block < blocks; block++, place += tokens)
+            find<read, G>(outliers[block], block, p, whole_chunks, *place);
     }
     x.q = rows.q + token * rows.q_stride, x.q_stride = rows.q_stride;
 }
@@ -373,8 +465,8 @@ template <class D, Codes codes, bool book>
 template <class D> static void few_tokens(const LinearArgs& a, Tokens& x, int64_t panel0, int64_t panel1) {
     const Weight& w = *a.w;
     with_form(w, [&]<Codes codes, int G, bool book>() {
-        prepare_tokens<G>(a, operand_bits(codes, book) == 8 ? D::kWideOffset : w.offset, 0, a.rows, x);
-        const Panels p{w.data + panel0 * w.panel_bytes, w.panel_bytes, chunk_bytes(w, kChunk), nullptr};
+        const Panels p(w, panel0);
+        prepare_tokens<D, codes, G>(a, p, operand_bits(codes, book) == 8 ? D::kWideOffset : w.offset, 0, a.rows, x);
         int_tokens<D, book ? Source::kBook : Source::kPacked, codes, G>(a, p, x, panel0, panel1 - panel0, 0, a.rows);
     });
 }
@@ -413,16 +505,15 @@ template <class D> static void many_tokens(const LinearArgs& a, Tokens& x, int64
         const int32_t offset = operand_bits(codes, book) == 8 ? D::kWideOffset : w.offset;
         for (int64_t panel = panel0; panel < panel1; panel += kMaxPanels) {
             const int64_t count = panel1 - panel < kMaxPanels ? panel1 - panel : kMaxPanels;
-            const uint8_t* from = w.data + panel * w.panel_bytes;
-            Panels p{from, w.panel_bytes, chunk_bytes(w, kChunk), scales};
-            if constexpr (codes != Codes::kByte)
-                p = {codes_at, code_bytes(w), kChunk * w.group / 32 * 512, scales};
+            Panels p = codes == Codes::kByte ? Panels(w, panel) : Panels(w, codes_at);
+            p.scales = scales;
             for (int64_t i = 0; i < count; i++)
-                prepare_panel<D, codes, book>(w, from + i * w.panel_bytes, scales + i * panel_scales, codes_at + i * code_bytes(w));
+                prepare_panel<D, codes, book>(w, w.data + (panel + i) * w.panel_bytes, scales + i * panel_scales,
+                                              codes_at + i * code_bytes(w));
             Ahead ahead(a, panel + count, count);
             for (int64_t token = 0; token < a.rows; token += D::kTokens) {
                 const int64_t tokens = a.rows - token < D::kTokens ? a.rows - token : D::kTokens;
-                prepare_tokens<G>(a, offset, token, tokens, x);
+                prepare_tokens<D, Codes::kByte, G>(a, p, offset, token, tokens, x);
                 ahead.fetch(a.rows / D::kTokens + 1);
                 int_tokens<D, Source::kPrepared, read, G>(a, p, x, panel, count, token, tokens);
             }
@@ -433,7 +524,8 @@ template <class D> static void many_tokens(const LinearArgs& a, Tokens& x, int64
 template <class D> static void linear_int(const LinearArgs* args, int64_t panel0, int64_t panel1, uint8_t* scratch) {
     const LinearArgs& a = *args;
     Tokens x{};
-    x.cells = reinterpret_cast<Cell*>(scratch), x.groups = a.w->groups;
+    x.groups = a.w->groups, x.cells = reinterpret_cast<Cell*>(scratch);
+    x.places = reinterpret_cast<Place*>(x.cells + (x.groups / 16 + 1) * kMaxTokens);
     if (a.rows <= D::kTokens)
         few_tokens<D>(a, x, panel0, panel1);
     else

@@ -1,6 +1,8 @@
-// NUMERICS 12: int8 activations with one scale per 32. Rounding to nearest even of x * (127/amax) never exceeds 127, which integer dots rely on.
+// NUMERICS 12: int8 activations with one scale per 32, but the largest of every 1,024. Rounding to nearest even of x * (127/amax) never exceeds 127,
+// which integer dots rely on.
 #pragma once
 #include "functions.h"
+#include "table.h"
 
 namespace quaff::kernels {
 
@@ -20,36 +22,72 @@ template <class V> QUAFF_INLINE void two_groups(const float* x, const float* fac
     }
 }
 
-// Sixteen groups at a time, so that the divisions are those of vectors.
-template <class V> static void quantize_row(const float* x, int64_t n, int8_t* q, float* scale, int32_t* sum32, int32_t* sum16) {
-    static_assert(kQuantGroup == 2 * kLanes);
+// All ones but at 32: a load from 32 - k on clears lane k.
+alignas(64) inline constexpr int32_t kAllBut[64] = {-1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1,
+                                                    -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, 0,  -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1,
+                                                    -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1};
+
+// A group once more, without the value of magnitude `top`: the first one is the outlier. Returns its lane.
+template <class V> QUAFF_INLINE int without_outlier(const float* x, int32_t top, int8_t* q, float* scale, int32_t* sum16) {
+    const auto magnitude = V::iset(0x7fffffff), first = V::bits(V::load(x)), second = V::bits(V::load(x + kLanes));
+    const int lane = V::ifind(V::iand(first, magnitude), V::iand(second, magnitude), top);
+    const auto low = V::iand(first, V::iload(kAllBut + 32 - lane)), high = V::iand(second, V::iload(kAllBut + 48 - lane));
+    const auto amax = V::from_bits(V::iset(V::itop(V::imax(V::iand(low, magnitude), V::iand(high, magnitude))))), most = V::set(127.0f);
+    const auto zero = V::lt(amax, V::set(0x1p-64f));
+    V::store_part(scale, 1, V::zero_where(zero, V::div(amax, most)));
+    const auto factor = V::zero_where(zero, V::div(most, amax));
+    const typename V::I codes[2] = {V::to_int(V::rint(V::mul(V::from_bits(low), factor))),
+                                    V::to_int(V::rint(V::mul(V::from_bits(high), factor)))};
+    for (int i = 0; i < 2; ++i) {
+        V::store_i8(q + i * kLanes, codes[i]);
+        sum16[i] = V::isum(codes[i]);
+    }
+    return lane;
+}
+
+// Sixteen groups at a time, so that the divisions are those of vectors. The group of a block's outlier is done like the others, and then once
+// more without it: so nothing waits until it is found.
+template <class V>
+static void quantize_row(const float* x, int64_t n, int8_t* q, float* scale, int32_t* sum32, int32_t* sum16, Outlier* outlier) {
+    static_assert(kQuantGroup == 2 * kLanes && kOutlierBlock % (kQuantGroup * kLanes) == 0);
+    constexpr int64_t block = kOutlierBlock / kQuantGroup; // groups
     const auto magnitude = V::iset(0x7fffffff);
-    for (int64_t left = n / kQuantGroup; left > 0; left -= kLanes, scale += kLanes, sum32 += kLanes, sum16 += 2 * kLanes) {
-        const int64_t groups = left < kLanes ? left : kLanes;
+    const int64_t groups = n / kQuantGroup;
+    int64_t at = 0; // the outlier's group
+    int32_t top = -1;
+    for (int64_t g0 = 0; g0 < groups; g0 += kLanes) {
+        const int64_t end = groups - g0 < kLanes ? groups : g0 + kLanes;
         alignas(64) int32_t tops[kLanes] = {};
         alignas(64) float factors[kLanes];
         // As integers the magnitudes are ordered like the floats, and their maximum is exact in any order.
-        for (int64_t g = 0; g < groups; ++g) {
-            const float* at = x + g * kQuantGroup;
-            tops[g] = V::itop(V::imax(V::iand(V::bits(V::load(at)), magnitude), V::iand(V::bits(V::load(at + kLanes)), magnitude)));
+        for (int64_t g = g0; g < end; ++g) {
+            const float* from = x + g * kQuantGroup;
+            const int32_t found =
+                V::itop(V::imax(V::iand(V::bits(V::load(from)), magnitude), V::iand(V::bits(V::load(from + kLanes)), magnitude)));
+            at = found > top ? g : at;
+            top = found > top ? found : top;
+            tops[g - g0] = found;
         }
         const auto amax = V::from_bits(V::iload(tops)), most = V::set(127.0f);
         const auto zero = V::lt(amax, V::set(0x1p-64f));
-        V::store_part(scale, groups, V::zero_where(zero, V::div(amax, most)));
+        V::store_part(scale + g0, end - g0, V::zero_where(zero, V::div(amax, most)));
         V::store(factors, V::zero_where(zero, V::div(most, amax)));
-        int64_t g = 0;
-        for (; g + 2 <= groups; g += 2, x += 2 * kQuantGroup, q += 2 * kQuantGroup)
-            two_groups<V>(x, factors + g, q, sum16 + 2 * g);
-        if (g < groups) {
-            for (int i = 0; i < 2; ++i, x += kLanes, q += kLanes) {
-                const auto codes = V::to_int(V::rint(V::mul(V::load(x), V::set(factors[g]))));
-                V::store_i8(q, codes);
-                sum16[2 * g + i] = V::isum(codes);
-            }
+        int64_t g = g0;
+        for (; g + 2 <= end; g += 2)
+            two_groups<V>(x + g * kQuantGroup, factors + (g - g0), q + g * kQuantGroup, sum16 + 2 * g);
+        for (int64_t i = 2 * g; i < 2 * end; ++i) {
+            const auto codes = V::to_int(V::rint(V::mul(V::load(x + i * kLanes), V::set(factors[g - g0]))));
+            V::store_i8(q + i * kLanes, codes);
+            sum16[i] = V::isum(codes);
         }
-        for (g = 0; g < groups; ++g)
-            sum32[g] = static_cast<int32_t>(static_cast<uint32_t>(sum16[2 * g]) + static_cast<uint32_t>(sum16[2 * g + 1]));
+        if (end % block == 0 || end == groups) {
+            const int lane = without_outlier<V>(x + at * kQuantGroup, top, q + at * kQuantGroup, scale + at, sum16 + 2 * at);
+            *outlier++ = {static_cast<uint32_t>(at % block * kQuantGroup + lane), x[at * kQuantGroup + lane]};
+            top = -1;
+        }
     }
+    for (int64_t g = 0; g < groups; ++g)
+        sum32[g] = static_cast<int32_t>(static_cast<uint32_t>(sum16[2 * g]) + static_cast<uint32_t>(sum16[2 * g + 1]));
 }
 
 } // namespace quaff::kernels

@@ -1,6 +1,8 @@
 // The whole kernel surface: one table per instruction set, filled once (isa/*.cpp), chosen once (runtime/dispatch.cpp).
 // Kernels trust their arguments: sizes, alignment and types are checked where a program or a weight is built.
 #pragma once
+#include "../numerics.h"
+
 #include <cstddef>
 #include <cstdint>
 
@@ -118,13 +120,21 @@ inline constexpr int64_t kChunk = 16;
     return chunk_codes_at(w, groups) + groups * w.group / 32 * code_group_bytes(w.codes);
 }
 
-// Quantised activations of `rows` rows: int8 codes, one f32 scale per 32, code sums per 16 and per 32.
+// The activation of largest magnitude of a block of kOutlierBlock columns; its code is 0.
+struct Outlier {
+    uint32_t column; // of the block
+    float value;
+};
+[[gnu::always_inline]] constexpr inline int64_t outlier_count(int64_t cols) { return (cols + kOutlierBlock - 1) / kOutlierBlock; }
+
+// Quantised activations of `rows` rows: int8 codes, one f32 scale per 32, code sums per 16 and per 32, an outlier per block.
 struct QuantRows {
-    int8_t* q;      // [rows][q_stride]
-    float* scale;   // [rows][s_stride], a multiple of 16, >= cols/32
-    int32_t* sum32; // [rows][s_stride]
-    int32_t* sum16; // [rows][2*s_stride]
-    int64_t q_stride, s_stride;
+    int8_t* q;        // [rows][q_stride]
+    float* scale;     // [rows][s_stride], a multiple of 16, >= cols/32
+    int32_t* sum32;   // [rows][s_stride]
+    int32_t* sum16;   // [rows][2*s_stride]
+    Outlier* outlier; // [rows][o_stride], >= outlier_count(cols)
+    int64_t q_stride, s_stride, o_stride;
 };
 
 struct LinearArgs {
@@ -188,7 +198,7 @@ struct KernelTable {
     // y = (x * r) * w with r = 1/sqrt(S/float(n) + eps); returns S (non-finite poisons the row). y may be x. n >= 1, any.
     float (*rms_norm)(const float* x, const float* w, float eps, int64_t n, float* y);
     // NUMERICS 12. n is a multiple of 32.
-    void (*quantize_row)(const float* x, int64_t n, int8_t* q, float* scale, int32_t* sum32, int32_t* sum16);
+    void (*quantize_row)(const float* x, int64_t n, int8_t* q, float* scale, int32_t* sum32, int32_t* sum16, Outlier* outlier);
     // In place on one row of `heads` heads of `dim`: the first 2*half values of each head turn. cs = [cos half][sin half].
     // interleaved: pairs (2i, 2i+1); otherwise pairs (i, i+half).
     void (*rope)(float* x, const float* cs, int64_t heads, int64_t dim, int64_t half, bool interleaved);

@@ -16,7 +16,7 @@ struct Arity {
     int inputs, outputs, weights, ints, floats;
 };
 constexpr Arity kArity[] = {
-    {"embed", 0, 1, 1, 0, 1},       {"rms_norm", 1, 2, 1, 1, 1}, {"quantize", 1, 1, 0, 0, 0}, {"linear", 2, -1, -1, 2, 0},
+    {"embed", 0, 1, 1, 0, 1},       {"rms_norm", 1, 2, 1, 1, 1}, {"quantize", 1, 1, 0, 1, 0}, {"linear", 2, -1, -1, 2, 0},
     {"rope", 1, 1, 0, 4, 0},        {"kv_write", 2, 0, 0, 5, 0}, {"attend", 1, 1, 1, 7, 2},   {"glu", 2, 2, 0, 1, -1},
     {"add", 1, 1, 0, 0, 1},         {"conv", 1, 2, 2, 5, 0},     {"split", 1, -1, 0, -1, 0},  {"unit_norm", 1, 1, 0, 2, 2},
     {"delta_gates", 2, 2, 2, 0, 0}, {"delta", 5, 1, 0, 7, 0},    {"scale", 1, 1, 0, 0, 2},    {"concat", 2, 1, 0, 1, 0},
@@ -31,7 +31,9 @@ bool fits(int want, size_t have) { return want < 0 || static_cast<size_t>(want) 
 
 class Checker {
 public:
-    Checker(const Program& program, size_t index) : program_(program), op_(program.ops[index]), index_(index) {}
+    // `parts` are those that an int8 row of each buffer consists of at this point; the op's outputs change them.
+    Checker(const Program& program, std::vector<int32_t>& parts, size_t index)
+        : program_(program), parts_(parts), op_(program.ops[index]), index_(index) {}
 
     void check() {
         const auto kind = static_cast<int32_t>(op_.kind);
@@ -58,6 +60,8 @@ public:
             scratch(in[0], false, by_slots(in[0]));
             scratch(out[0], true, by_slots(in[0]));
             need(width(in[0]) == width(out[0]), "input and output differ in width");
+            need(of_head(in[0], ints[0]) % kQuantGroup == 0, "needs parts of a multiple of 32");
+            parts(out[0]) = ints[0];
             break;
         case OpKind::kLinear:
             need(ints[0] >= 1 && op_.outputs.size() == static_cast<size_t>(ints[0]) && op_.weights.size() == 2 * op_.outputs.size(),
@@ -65,6 +69,7 @@ public:
             need(in[0] != kNone || in[1] != kNone, "has no input");
             if (in[0] != kNone)
                 scratch(in[0], true);
+            need(in[0] == kNone || parts(in[0]) == 1, "needs rows that were quantised as one");
             if (in[1] != kNone)
                 scratch(in[1], false);
             for (int32_t o : out)
@@ -179,6 +184,7 @@ public:
                 if (in[i] != kNone) {
                     scratch(in[i], i == 0);
                     need(of_head(in[i], ints[2]) % (i == 0 ? kQuantGroup : 1) == 0, "needs int8 heads of a multiple of 32");
+                    need(i != 0 || parts(in[0]) == ints[2], "needs heads that were quantised one by one");
                 }
             break;
         case OpKind::kRoute:
@@ -198,6 +204,8 @@ public:
             routing(in[1]);
             scratch(in[0], quantized(out[0]));
             scratch(out[0], quantized(out[0]), true);
+            need(parts(in[0]) == 1, "needs rows that were quantised as one");
+            parts(out[0]) = 1;
             need(width(in[0]) == width(out[0]), "input and output differ in width");
             break;
         case OpKind::kExpertLinear:
@@ -208,6 +216,7 @@ public:
             for (int i = 0; i < 2; ++i)
                 if (in[static_cast<size_t>(i)] != kNone)
                     scratch(in[static_cast<size_t>(i)], i == 0, true);
+            need(in[0] == kNone || parts(in[0]) == 1, "needs rows that were quantised as one");
             for (int32_t o : out)
                 scratch(o, false, true);
             break;
@@ -244,6 +253,7 @@ private:
         need(program_.buffer(id).quantized == quantized, quantized ? "needs an int8 buffer here" : "needs an f32 buffer here");
         need(program_.buffer(id).by_slots == by_slots, by_slots ? "needs a buffer by slots here" : "needs a buffer by rows here");
     }
+    int32_t& parts(int32_t id) const { return parts_[static_cast<size_t>(id - kFirstScratch)]; }
     // Slots are those of the last route: the buffer must be what it wrote.
     void routing(int32_t id) const {
         scratch(id, false);
@@ -268,10 +278,12 @@ private:
                 continue;
             scratch(out[static_cast<size_t>(i)], i == 1, by_slots);
             need(want < 0 || width(out[static_cast<size_t>(i)]) == want, "input and output differ in width");
+            parts(out[static_cast<size_t>(i)]) = 1;
         }
     }
 
     const Program& program_;
+    std::vector<int32_t>& parts_;
     const Op& op_;
     size_t index_;
 };
@@ -285,8 +297,11 @@ Program::Program(std::vector<Buffer> b, std::vector<Op> o, int32_t s) : buffers(
         if (x.width < 1 || x.width > (int64_t{1} << 31) || (x.quantized && x.width % kQuantGroup))
             throw std::invalid_argument("a buffer of width " + std::to_string(x.width) +
                                         " cannot be made; int8 rows need a multiple of 32");
+    std::vector<int32_t> parts(buffers.size(), 1);
     for (size_t i = 0; i < ops.size(); ++i) {
-        Checker(*this, i).check();
+        Checker(*this, parts, i).check();
+        for (size_t b = 0; b < parts.size(); ++b)
+            buffers[b].parts = std::max(buffers[b].parts, parts[b]);
         for (int32_t slot : ops[i].weights) {
             if (slot < kNone || slot > 4096)
                 refuse(i, "names an impossible weight slot");

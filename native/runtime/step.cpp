@@ -24,12 +24,15 @@ int64_t s_stride(int64_t width) { return (width / kQuantGroup + 15) / 16 * 16; }
 // Scales or sums: kernels take them by sixteen, from the first one of a head of the last row too.
 size_t scale_bytes(size_t count) { return aligned(count * 4) + 64; }
 
+int64_t o_stride(const Buffer& b) { return b.parts * outlier_count(b.width / b.parts); }
+
 size_t buffer_bytes(const Buffer& b, int64_t rows) {
     const auto n = static_cast<size_t>(rows);
     if (!b.quantized)
         return aligned(n * static_cast<size_t>(b.width) * 4);
     const auto scales = static_cast<size_t>(s_stride(b.width));
-    return aligned(n * static_cast<size_t>(q_stride(b.width))) + scale_bytes(n * scales) * 2 + scale_bytes(2 * n * scales);
+    return aligned(n * static_cast<size_t>(q_stride(b.width))) + scale_bytes(n * scales) * 2 + scale_bytes(2 * n * scales) +
+           aligned(n * static_cast<size_t>(o_stride(b)) * sizeof(Outlier));
 }
 
 // Rows that make it worth every worker's while to unpack all weights for its own rows: what one core writes is then read by the same core.
@@ -298,8 +301,11 @@ void StepRun::run_stage(size_t index) {
             q.sum32 = reinterpret_cast<int32_t*>(p);
             p += scale_bytes(n * s);
             q.sum16 = reinterpret_cast<int32_t*>(p);
+            p += scale_bytes(2 * n * s);
+            q.outlier = reinterpret_cast<Outlier*>(p);
             q.q_stride = q_stride(b.width);
             q.s_stride = s_stride(b.width);
+            q.o_stride = o_stride(b);
         } else {
             f = reinterpret_cast<float*>(at);
         }
@@ -333,7 +339,7 @@ void StepRun::run_op(const Stage& stage, const Op& op, bool tail) {
     case OpKind::kRmsNorm:
         return rms_norm(stage, op);
     case OpKind::kQuantize:
-        return each_of(op.inputs[0], [&](int64_t i, int) { quantize(buffer_row(op.inputs[0], i), op.outputs[0], i); });
+        return each_of(op.inputs[0], [&](int64_t i, int) { quantize(buffer_row(op.inputs[0], i), op.outputs[0], i, op.ints[0]); });
     case OpKind::kLinear:
         return linear(stage, op, tail);
     case OpKind::kRope:

@@ -151,6 +151,7 @@ void StepRun::gather(const Op& op) {
         std::copy_n(from.scale, from.s_stride, to.scale);
         std::copy_n(from.sum32, from.s_stride, to.sum32);
         std::copy_n(from.sum16, 2 * from.s_stride, to.sum16);
+        std::copy_n(from.outlier, outlier_count(b.width), to.outlier);
     });
 }
 

@@ -13,11 +13,6 @@ constexpr int64_t kLeastPanels = 2;
 // Bytes that a worker fetches ahead at most: a part of the second-level cache.
 constexpr int64_t kExpectedBytes = 256 << 10;
 
-// The same rows from column `at` on, a multiple of 32.
-QuantRows columns_from(const QuantRows& q, int64_t at) {
-    return {q.q + at, q.scale + at / 32, q.sum32 + at / 32, q.sum16 + at / 16, q.q_stride, q.s_stride};
-}
-
 } // namespace
 
 // Panels that a worker claims at once. With rows of his own he takes whole claims; else claims are small enough that workers end together.
@@ -182,7 +177,7 @@ void StepRun::head_linear(const Stage& stage, const Op& op, bool tail) {
             QuantRows& part = x[args.size()];
             LinearArgs a = linear_args(stack.experts[static_cast<size_t>(head)].w, op, bounds[b], bounds[b + 1] - bounds[b], &part);
             if (a.x)
-                part = columns_from(rows_from(quant(op.inputs[0]), bounds[b]), head * cols);
+                part = part_of(rows_from(quant(op.inputs[0]), bounds[b]), head, cols);
             else
                 a.xf += head * cols;
             a.bias = bias ? bias + head * rows : nullptr;

@@ -27,8 +27,20 @@ inline QuantRows rows_from(const QuantRows& q, int64_t row) {
             q.scale + row * q.s_stride,
             q.sum32 + row * q.s_stride,
             q.sum16 + row * 2 * q.s_stride,
+            q.outlier + row * q.o_stride,
             q.q_stride,
-            q.s_stride};
+            q.s_stride,
+            q.o_stride};
+}
+
+// The same rows, part j of those of `cols` columns that they were quantised in.
+inline QuantRows part_of(QuantRows q, int64_t j, int64_t cols) {
+    q.q += j * cols;
+    q.scale += j * cols / kQuantGroup;
+    q.sum32 += j * cols / kQuantGroup;
+    q.sum16 += j * cols / kLanes;
+    q.outlier += j * outlier_count(cols);
+    return q;
 }
 
 class StepRun {
@@ -101,10 +113,14 @@ private:
     int32_t segment_of(int64_t i) const { return in_.segment_of_row[cell_rows_[static_cast<size_t>(i)]]; }
     int32_t position_of(int64_t i) const { return in_.positions[cell_rows_[static_cast<size_t>(i)]]; }
 
-    void quantize(const float* x, int32_t id, int64_t i) const {
-        const QuantRows& q = quant(id);
-        k_.quantize_row(x, program_->buffer(id).width, q.q + i * q.q_stride, q.scale + i * q.s_stride, q.sum32 + i * q.s_stride,
-                        q.sum16 + i * 2 * q.s_stride);
+    // Row i of an int8 buffer, its equal parts one by one.
+    void quantize(const float* x, int32_t id, int64_t i, int32_t parts = 1) const {
+        const QuantRows row = rows_from(quant(id), i);
+        const int64_t cols = program_->buffer(id).width / parts;
+        for (int64_t j = 0; j < parts; ++j) {
+            const QuantRows part = part_of(row, j, cols);
+            k_.quantize_row(x + j * cols, cols, part.q, part.scale, part.sum32, part.sum16, part.outlier);
+        }
     }
 
     // Where an op that may leave only the quantised form puts its f32 row.

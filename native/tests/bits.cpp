@@ -262,6 +262,7 @@ struct Quantised {
     Buffer<int8_t> q;
     Buffer<float> scale;
     Buffer<int32_t> sum32, sum16;
+    Buffer<Outlier> outlier;
     QuantRows rows;
     Quantised(const KernelTable& k, const Buffer<float>& x, int64_t count, int64_t n) {
         const int64_t stride = (n / kQuantGroup + 15) / 16 * 16;
@@ -269,25 +270,30 @@ struct Quantised {
         scale.resize(static_cast<size_t>(count * stride));
         sum32.resize(scale.size());
         sum16.resize(2 * scale.size());
-        rows = {q.data(), scale.data(), sum32.data(), sum16.data(), n + 64, stride};
+        const int64_t outliers = outlier_count(n);
+        outlier.resize(static_cast<size_t>(count * outliers));
+        rows = {q.data(), scale.data(), sum32.data(), sum16.data(), outlier.data(), n + 64, stride, outliers};
         for (int64_t t = 0; t < count; ++t)
             k.quantize_row(x.data() + t * n, n, q.data() + t * rows.q_stride, scale.data() + t * stride, sum32.data() + t * stride,
-                           sum16.data() + 2 * t * stride);
+                           sum16.data() + 2 * t * stride, outlier.data() + t * outliers);
     }
 };
 
 void quantize(const KernelTable& k, Lines& lines) {
     Hash hash;
-    for (const int64_t n : {32, 64, 96, 576, 1024}) {
+    for (const int64_t n : {32, 64, 96, 576, 1024, 1120, 2592}) {
         Random random(static_cast<uint64_t>(n));
         auto x = numbers(random, 4 * n, -20, 5);
         std::fill_n(x.begin(), 32, 0x1p-65f); // below the least amax that has a scale
         std::fill_n(x.begin() + n, 32, 0x1p-64f);
+        x[static_cast<size_t>(2 * n + 17)] = -100.0f; // the first of two outliers as large
+        x[static_cast<size_t>(3 * n - 1)] = 100.0f;
         const Quantised q(k, x, 4, n);
         hash.values(q.q);
         hash.values(q.scale);
         hash.values(q.sum32);
         hash.values(q.sum16);
+        hash.values(q.outlier);
     }
     lines.push_back({"quantize_row", hash.value()});
 }

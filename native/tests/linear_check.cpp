@@ -79,6 +79,7 @@ struct Activations {
     std::vector<int8_t> q;
     std::vector<float> scale, x;
     std::vector<int32_t> sum32, sum16;
+    std::vector<Outlier> outlier;
     QuantRows view{};
 
     Activations(int64_t rows, int64_t cols) : rows(rows), cols(cols) {
@@ -94,7 +95,10 @@ struct Activations {
             q[size_t(i)] = int8_t(row % 5 == 1 ? 127 : row % 5 == 3 ? -127 : any(-127, 127));
             sum32[size_t(row * stride + k / 32)] += q[size_t(i)], sum16[size_t(2 * row * stride + k / 16)] += q[size_t(i)];
         }
-        view = {q.data(), scale.data(), sum32.data(), sum16.data(), cols, stride};
+        const int64_t blocks = outlier_count(cols);
+        for (int64_t i = 0; i < rows * blocks; i++)
+            outlier.push_back({uint32_t(any(0, int(std::min<int64_t>(kOutlierBlock, cols - i % blocks * kOutlierBlock)) - 1)), around(40)});
+        view = {q.data(), scale.data(), sum32.data(), sum16.data(), outlier.data(), cols, stride, blocks};
     }
 };
 
@@ -114,6 +118,12 @@ std::vector<float> reference_int(const Weight& w, const Activations& a) {
                 acc = std::fma(float(dot), scale[size_t(g)] * a_scale, acc);
                 if (w.has_min)
                     acc = std::fma(min[size_t(g)], a_scale * float(sum), acc);
+                const int64_t k = (g + 1) * w.group, block = (k - 1) / kOutlierBlock;
+                if (k % kOutlierBlock && k != w.cols)
+                    continue;
+                const Outlier& o = a.outlier[size_t(t * a.view.o_stride + block)];
+                const auto at = size_t(block * kOutlierBlock + o.column), of = at / size_t(w.group);
+                acc = std::fma(std::fma(scale[of], float(code[at]), w.has_min ? min[of] : 0.0f), o.value, acc);
             }
             out[size_t(t * w.rows + n)] = acc;
         }
@@ -181,7 +191,7 @@ int check() {
         const bool is_float = form.block == 1;
         for (int64_t tokens : {1, 2, 3, 5, 6, 7, 31, 64}) {
             const int64_t rows = std::vector<int>{1, 15, 16, 17, 33, 64, 80, 100}[size_t(any(0, 7))];
-            const int64_t cols = is_float ? any(1, 300) : any(1, 1024 / form.block) * form.block;
+            const int64_t cols = is_float ? any(1, 300) : any(1, 2560 / form.block) * form.block;
             const std::vector<uint8_t> data = random_blocks(form, rows, cols);
             const PackedWeight packed = pack_weight(form.type, {data.data(), int64_t(data.size())}, rows, cols, 1);
             const Activations a(tokens, cols);

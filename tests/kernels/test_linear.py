@@ -9,7 +9,9 @@ from numpy.typing import NDArray
 from tests.kernels.blocks import QUANTISED, U8, block_size, random_blocks
 
 from quaff import _native
+from quaff.graph import arithmetic
 from quaff.graph import program as p
+from quaff.graph import reference as plain
 from quaff.graph.arithmetic import quantise, rms_norm
 from quaff.graph.lowering import BLOCKS, lower
 from quaff.graph.reference import linear_float, linear_int
@@ -57,7 +59,7 @@ def case(kind: Type, tokens: int) -> tuple[F32, F32, U8]:
     """x [tokens, k], bias [m] and weight bytes: m is not a multiple of a panel, one block of k is not a multiple of a chunk of groups."""
     rng = np.random.default_rng(tokens)
     block = max(32, block_size(kind))
-    m, k = int(rng.integers(tokens, 150)), block * int(rng.integers(1, 4 if block == 256 else 24))
+    m, k = int(rng.integers(tokens, 150)), block * int(rng.integers(1, 6 if block == 256 else 40))
     x = rng.standard_normal((tokens, k)).astype(np.float32)
     return x, rng.standard_normal(m).astype(np.float32), random_blocks(kind, m, k, rng, tame=True)
 
@@ -67,6 +69,18 @@ def case(kind: Type, tokens: int) -> tuple[F32, F32, U8]:
 def test_integer_weights(kind: Type, tokens: int) -> None:
     x, bias, data = case(kind, tokens)
     assert multiply(x, bias, kind, data, True, threads=2).tobytes() == reference(x, bias, kind, data, True).tobytes()
+
+
+def test_the_comparison_sees_other_outliers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The control: the largest of every 256 activations kept apart instead of every 1,024."""
+    rng = np.random.default_rng(0)
+    x, data = rng.standard_normal((3, 512)).astype(np.float32), random_blocks(Type.Q4_1, 20, 512, rng, tame=True)
+    bias = np.zeros(20, np.float32)
+    found = multiply(x, bias, Type.Q4_1, data, True, threads=1)
+    assert found.tobytes() == reference(x, bias, Type.Q4_1, data, True).tobytes()
+    for module in (arithmetic, plain):
+        monkeypatch.setattr(module, "OUTLIER_BLOCK", 256)
+    assert found.tobytes() != reference(x, bias, Type.Q4_1, data, True).tobytes()
 
 
 @pytest.mark.parametrize("kind", (*FLOATS, *LOWERED), ids=lambda kind: kind.name)

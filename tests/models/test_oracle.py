@@ -1,9 +1,9 @@
 """Logits of real models against an independent implementation: transformers in float32 on the dequantised weights (goldens/make_logits.py).
 
 Two measures per row, over 1,024 fixed vocabulary ids. `cosine` compares logits as they are. `centred` first takes each row's mean away: a
-number added to a whole row changes no probability, but where a row's mean is near zero it dominates the plain cosine. With int8
-activations every row must keep the bound on `centred`; on `cosine` two rows of 32 may miss it. Measured on the same goldens, llama.cpp's
-centred cosine is 0.9990 at worst, and its plain one misses 0.998 on one row of SmolLM2 (0.992) and two of Gemma 3.
+number added to a whole row changes no probability, but where a row's mean is near zero it dominates the plain cosine. Every row must keep
+the bound on both. Measured on the same goldens, llama.cpp's centred cosine is 0.9990 at worst, and its plain one misses 0.998 on one row of
+SmolLM2 (0.992) and two of Gemma 3.
 """
 
 from __future__ import annotations
@@ -110,8 +110,7 @@ def test_float_activations_give_the_oracles_best_ids(runs: dict[str, Run]) -> No
 def test_int8_activations_stay_close(runs: dict[str, Run]) -> None:
     r = runs["int8"]
     assert centred(r.logits, r.golden.logits).min() >= INT8_BOUND
-    assert (cosine(r.logits, r.golden.logits) >= INT8_BOUND).sum() >= 30
-    assert cosine(r.logits.reshape(1, -1), r.golden.logits.reshape(1, -1)).item() >= INT8_BOUND, "all rows as one vector"
+    assert cosine(r.logits, r.golden.logits).min() >= INT8_BOUND
 
 
 def test_int8_activations_agree_on_most_first_ids(runs: dict[str, Run]) -> None:

@@ -6,6 +6,7 @@ Arrays are f32; +, -, *, / and sqrt on them round once per element in every NumP
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,6 +26,7 @@ F16_MAX = np.float32(65504)
 
 LANES = 16
 QUANT_GROUP = 32
+OUTLIER_BLOCK = 1024
 
 
 def fma(a: F32 | np.float32, b: F32 | np.float32, c: F32 | np.float32) -> F32:
@@ -209,15 +211,36 @@ def unit_norm(x: F32, eps: float, scale: float) -> F32:
     return (x * r[..., None]) * np.float32(scale)
 
 
-def quantise(x: F32) -> tuple[NDArray[np.int8], F32]:
-    """Rule 12: [n, k] -> codes [n, k] and scales [n, k/32]."""
-    groups = np.ascontiguousarray(x).reshape(x.shape[0], -1, QUANT_GROUP)
+@dataclass(frozen=True)
+class Quantised:
+    """Rows after rule 12: codes [n, k], scales [n, k/32], and of every block of 1,024 columns the outlier's column in the row and its
+    value, both [n, ceil(k/1024)]."""
+
+    codes: NDArray[np.int8]
+    scale: F32
+    column: NDArray[np.int64]
+    outlier: F32
+
+    def rows(self, which: slice | NDArray[np.int64] | NDArray[np.bool_]) -> Quantised:
+        return Quantised(self.codes[which], self.scale[which], self.column[which], self.outlier[which])
+
+
+def quantise(x: F32) -> Quantised:
+    """Rule 12 for rows [n, k], k a multiple of 32."""
+    x = np.array(x, dtype=np.float32, order="C")
+    begins = range(0, x.shape[1], OUTLIER_BLOCK)
+    magnitude = x.view(np.int32) & 0x7FFFFFFF
+    column = np.stack([begin + magnitude[:, begin : begin + OUTLIER_BLOCK].argmax(axis=1) for begin in begins], axis=1)
+    outlier = np.take_along_axis(x, column, axis=1)
+    np.put_along_axis(x, column, ZERO, axis=1)
+    groups = x.reshape(x.shape[0], -1, QUANT_GROUP)
     amax = (groups.view(np.int32) & 0x7FFFFFFF).max(axis=-1).view(np.float32)
     small = amax < np.float32(2.0**-64)
     divisor = np.where(small, ONE, amax)
     scale = np.where(small, ZERO, divisor / np.float32(127))
     inverse = np.where(small, ZERO, np.float32(127) / divisor)
-    return np.rint(groups * inverse[..., None]).astype(np.int8).reshape(x.shape), scale
+    codes = np.rint(groups * inverse[..., None]).astype(np.int8).reshape(x.shape)
+    return Quantised(codes, scale, column, outlier)
 
 
 def rope(x: F32, cos: F32, sin: F32, interleaved: bool) -> F32:

@@ -351,7 +351,8 @@ class StageBuilder:
         return out
 
     def _product(self, kind: OpKind, x: Value, w: WeightRef, out: Value, ints: tuple[int, ...] = ()) -> None:
-        inputs = (self._quantised(x), NONE) if w.integer and self._activations == "int8" else (NONE, x.buffer)
+        parts = ints[0] if kind == OpKind.HEAD_LINEAR else 1
+        inputs = (self._quantised(x, parts), NONE) if w.integer and self._activations == "int8" else (NONE, x.buffer)
         self._emit(kind, inputs, (out.buffer,), (self._slot(w), self._bias(w)), (1, 0, *ints))
 
     def _conv(self, x: Value, w: WeightRef, form: int) -> Value:
@@ -371,9 +372,9 @@ class StageBuilder:
         self._emit(OpKind.GLU, (gate.buffer, up.buffer), (out.buffer, NONE), ints=(activation,), floats=floats)
         return out
 
-    def _quantised(self, x: Value) -> int:
+    def _quantised(self, x: Value, parts: int = 1) -> int:
         source = self._new(x.width, SLOT_INT8 if self._kind(x.buffer) == SLOT_F32 else INT8)
-        self._emit(OpKind.QUANTIZE, (x.buffer,), (source,))
+        self._emit(OpKind.QUANTIZE, (x.buffer,), (source,), ints=(parts,))
         return source
 
     def _by_slots(self, buffer: int, routing: Value) -> int:

@@ -24,17 +24,16 @@ def fuse(program: ProgramSpec) -> ProgramSpec:
 def share_quantize(ops: list[Op]) -> list[Op]:
     """Quantise a value once for all its consumers."""
     out: list[Op] = []
-    codes: dict[int, int] = {}
+    codes: dict[tuple[int, int], int] = {}
     alias: dict[int, int] = {}
     for op in ops:
-        if op.kind == OpKind.QUANTIZE and op.inputs[0] in codes:
-            alias[op.outputs[0]] = codes[op.inputs[0]]
+        if op.kind == OpKind.QUANTIZE and (op.inputs[0], op.ints[0]) in codes:
+            alias[op.outputs[0]] = codes[op.inputs[0], op.ints[0]]
             continue
         op = replace(op, inputs=tuple(alias.get(b, b) for b in op.inputs))
-        for b in op.outputs:
-            codes.pop(b, None)  # rewritten: its codes are stale
+        codes = {source: made for source, made in codes.items() if source[0] not in op.outputs}  # rewritten: its codes are stale
         if op.kind == OpKind.QUANTIZE:
-            codes[op.inputs[0]] = op.outputs[0]
+            codes[op.inputs[0], op.ints[0]] = op.outputs[0]
         out.append(op)
     return out
 
@@ -80,7 +79,7 @@ def quantize_in_producer(ops: list[Op]) -> list[Op]:
     """RMS_NORM, GLU and CONV write the codes of their result themselves; the f32 result is dropped when nothing else reads it."""
     out: list[Op] = []
     for i, op in enumerate(ops):
-        if op.kind == OpKind.QUANTIZE and out and out[-1].kind in CAN_QUANTISE and out[-1].outputs == (op.inputs[0], NONE):
+        if _is_whole(op) and out and out[-1].kind in CAN_QUANTISE and out[-1].outputs == (op.inputs[0], NONE):
             out[-1] = replace(out[-1], outputs=(NONE if _unread(ops, i, op.inputs[0]) else op.inputs[0], op.outputs[0]))
         else:
             out.append(op)
@@ -104,6 +103,10 @@ def residual_in_linear(ops: list[Op]) -> list[Op]:
         else:
             out.append(op)
     return out
+
+
+def _is_whole(op: Op) -> bool:
+    return op.kind == OpKind.QUANTIZE and op.ints == (1,)
 
 
 def _unread(ops: list[Op], i: int, buffer: int) -> bool:

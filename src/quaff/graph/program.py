@@ -7,7 +7,7 @@ Buffers of a program are numbered: 0 the residual (f32, model width), 1 the logi
 |---|---|---|---|---|
 | EMBED | -> 0 or buf | table | | scale |
 | RMS_NORM | src -> f32 or -1, int8 or -1 | w | heads: vectors of len(w) per row | eps |
-| QUANTIZE | src -> int8 | | | |
+| QUANTIZE | src -> int8 | | parts: of a row, quantised one by one | |
 | LINEAR | int8 or -1, f32 or -1 -> one per weight | w1..wn, b1..bn (-1 none) | n, accumulate | |
 | ROPE | buf -> the same buf | | rope index, heads, head_dim, interleaved | |
 | KV_WRITE | k, v -> | | kind, layer in kind, kv_heads, head_dim, value_dim | |
@@ -125,11 +125,15 @@ class ProgramSpec:
     @property
     def scratch_bytes_per_row(self) -> int:
         """Bytes of scratch for one row: f32 values, or int8 codes and a spare line with an f32 scale and three int32 sums per group of 32,
-        whose number is rounded up to 16."""
+        whose number is rounded up to 16, and 8 bytes for each outlier."""
+        parts = {i: 1 for i in range(len(self.buffers))}
+        for op in self.ops:
+            if op.kind == OpKind.QUANTIZE:
+                parts[op.outputs[0] - SCRATCH] = max(op.ints[0], parts[op.outputs[0] - SCRATCH])
         return sum(
             (self.slots if kind in (SLOT_F32, SLOT_INT8) else 1)
-            * (width * 4 if kind in (F32, SLOT_F32) else width + 64 + 256 * -(-width // 512))
-            for width, kind in self.buffers
+            * (width * 4 if kind in (F32, SLOT_F32) else width + 64 + 256 * -(-width // 512) + 8 * parts[i] * -(-width // parts[i] // 1024))
+            for i, (width, kind) in enumerate(self.buffers)
         )
 
 

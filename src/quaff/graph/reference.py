@@ -17,7 +17,9 @@ from quaff.errors import PromptError
 from quaff.graph.arithmetic import (
     F32,
     ONE,
+    OUTLIER_BLOCK,
     ZERO,
+    Quantised,
     clamp_f16,
     dot16,
     exp,
@@ -45,7 +47,6 @@ from quaff.graph.rope_table import rope_rows
 
 FLOAT_BLOCK = 128
 KV = NDArray[np.floating[Any]]
-Codes = tuple[NDArray[np.int8], F32]
 
 __all__ = ["Reference", "ReferenceState", "ReferenceWeight", "attend", "linear_float", "linear_int", "lower"]
 
@@ -74,21 +75,28 @@ class ReferenceState:
         return np.concatenate(parts, axis=3).view(np.uint16)
 
 
-def linear_int(x: Codes, w: ReferenceWeight) -> F32:
-    """Rule 13 without bias: codes [n, k] with scales [n, k/32] times weight [m, k], as f32 [n, m]."""
+def linear_int(x: Quantised, w: ReferenceWeight) -> F32:
+    """Rule 13 without bias: rows [n, k] times weight [m, k], as f32 [n, m]."""
     assert w.codes is not None and w.scale is not None
-    q, a_scale = x
-    group = w.codes.shape[1] // w.scale.shape[1]
+    q, groups = x.codes, w.scale.shape[1]
+    group = w.codes.shape[1] // groups
     acc = np.zeros((q.shape[0], w.codes.shape[0]), dtype=np.float32)
-    for g in range(w.scale.shape[1]):
+    for g in range(groups):
         span = slice(g * group, (g + 1) * group)
         # Integers below 2^53: exact in any order of summation.
         dot = (q[:, span].astype(np.float64) @ w.codes[:, span].T.astype(np.float64)).astype(np.float32)
-        a = a_scale[:, g * group // 32, None]
+        a = x.scale[:, g * group // 32, None]
         acc = fma(dot, w.scale[None, :, g] * a, acc)
         if w.min is not None:
             total = q[:, span].sum(axis=1, dtype=np.int64).astype(np.float32)[:, None]
             acc = fma(w.min[None, :, g], a * total, acc)
+        end = (g + 1) * group
+        if end % OUTLIER_BLOCK == 0 or g == groups - 1:
+            block = (end - 1) // OUTLIER_BLOCK
+            column, value = x.column[:, block], x.outlier[:, block, None]
+            code, scale = w.codes.T[column].astype(np.float32), w.scale.T[column // group]
+            dequantised = scale * code if w.min is None else fma(scale, code, w.min.T[column // group])
+            acc = fma(dequantised, value, acc)
     return acc
 
 
@@ -222,7 +230,7 @@ class _Run:
         start = state.length if state else 0
         self._positions = start + np.arange(len(ids))
         self._f32: dict[int, F32] = {}
-        self._codes: dict[int, Codes] = {}
+        self._codes: dict[int, Quantised] = {}
         self._keys = _grown([(k, k.dim) for k in graph.kv_kinds], state.keys if state else None, len(ids))
         self._values = _grown([(k, k.value_dim) for k in graph.kv_kinds], state.values if state else None, len(ids))
         kinds = graph.state_kinds
@@ -279,7 +287,9 @@ class _Run:
         self._store_both(op, y)
 
     def _quantise(self, op: Op, weights: list[ReferenceWeight | None]) -> None:
-        self._codes[op.outputs[0]] = quantise(self._f32[op.inputs[0]])
+        # Parts are rows of their own here: part j of row i is row i * parts + j.
+        x = self._f32[op.inputs[0]]
+        self._codes[op.outputs[0]] = quantise(x.reshape(len(x) * op.ints[0], -1))
 
     def _linear(self, op: Op, weights: list[ReferenceWeight | None]) -> None:
         (codes, values), (n, accumulate) = op.inputs, op.ints
@@ -301,8 +311,7 @@ class _Run:
         for h in range(heads):
             matrix = w.part(h * rows, rows)
             if w.is_integer and codes != NONE:
-                q, scale = self._codes[codes]
-                parts.append(linear_int((np.split(q, heads, axis=1)[h], np.split(scale, heads, axis=1)[h]), matrix))
+                parts.append(linear_int(self._codes[codes].rows(slice(h, None, heads)), matrix))
             else:
                 parts.append(linear_float(np.split(self._f32[values], heads, axis=1)[h], matrix.dequantised()))
         y = np.concatenate(parts, axis=1)
@@ -414,8 +423,7 @@ class _Run:
         source, routing = op.inputs
         _, row, _ = self._slots(routing)
         if self._program.buffers[op.outputs[0] - SCRATCH][1] == SLOT_INT8:
-            codes, scale = self._codes[source]
-            self._codes[op.outputs[0]] = codes[row], scale[row]
+            self._codes[op.outputs[0]] = self._codes[source].rows(row)
         else:
             self._f32[op.outputs[0]] = self._f32[source][row]
 
@@ -430,8 +438,7 @@ class _Run:
             for e in np.unique(of_slot):
                 mine, part = of_slot == e, w.part(int(e) * rows, rows)
                 if part.is_integer and codes != NONE:
-                    q, scale = self._codes[codes]
-                    y[mine] = linear_int((q[mine], scale[mine]), part)
+                    y[mine] = linear_int(self._codes[codes].rows(mine), part)
                 else:
                     y[mine] = linear_float(self._f32[values][mine], part.dequantised())
             if bias is not None:

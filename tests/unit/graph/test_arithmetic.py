@@ -129,12 +129,30 @@ def test_quantise() -> None:
     x = (rng.standard_normal((5, 96)) * 2.0 ** rng.integers(-30, 30, (5, 1))).astype(np.float32)
     x[1, :32] = 0
     x[2, 32:64] = np.float32(2.0**-65)
-    q, scale = f32.quantise(x)
+    rows = f32.quantise(x)
+    q, scale = rows.codes, rows.scale
     assert q.dtype == np.int8 and scale.shape == (5, 3) and np.abs(q.astype(int)).max() == 127
     assert scale[1, 0] == 0 and not q[1, :32].any()
     assert scale[2, 1] == 0 and not q[2, 32:64].any()
-    error = np.abs(q.astype(np.float64) * np.repeat(scale, 32, axis=1) - x)
+    values = q.astype(np.float64) * np.repeat(scale, 32, axis=1)
+    np.put_along_axis(values, rows.column, rows.outlier.astype(np.float64), axis=1)
+    error = np.abs(values - x)
     assert np.all(error <= np.maximum(np.repeat(scale, 32, axis=1) * 0.5001, 2.0**-64))
+
+
+def test_the_largest_of_1024_activations_is_kept_apart() -> None:
+    x = np.random.default_rng(5).uniform(-1, 1, (3, 2144)).astype(np.float32)
+    x[0, 1100] = -80  # would leave its neighbours codes of 0 and 1
+    x[1, [40, 500]] = 3, -3  # the first one of equals
+    x[2, :1024] = 0
+    rows = f32.quantise(x)
+    assert rows.column.shape == rows.outlier.shape == (3, 3)
+    assert rows.column[0, 1] == 1100 and rows.outlier[0, 1] == -80 and rows.codes[0, 1100] == 0
+    assert rows.column[1, 0] == 40 and rows.outlier[1, 0] == 3 and rows.codes[1, 500] == -127
+    assert rows.column[2, 0] == 0 and rows.outlier[2, 0] == 0 and not rows.scale[2, :32].any()
+    blocks = np.arange(2144) // 1024
+    assert all(np.abs(x[i, blocks == b]).max() == abs(rows.outlier[i, b]) for i in range(3) for b in range(3))
+    assert rows.scale[0, 34] < 1 / 126, "the group of the outlier is as fine as its neighbours"
 
 
 def test_rope_turns_pairs() -> None:

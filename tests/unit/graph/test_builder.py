@@ -173,10 +173,10 @@ def test_codes_of_a_rewritten_buffer_are_not_reused() -> None:
     """RoPE turns buffer 2 in place between two quantisations: they must stay two."""
     ops = (
         Op(OpKind.RMS_NORM, (0,), (2, NONE), (0,), (1,), (1e-5,)),
-        Op(OpKind.QUANTIZE, (2,), (3,)),
+        Op(OpKind.QUANTIZE, (2,), (3,), ints=(1,)),
         Op(OpKind.LINEAR, (3, NONE), (4,), (1, NONE), (1, 0)),
         Op(OpKind.ROPE, (2,), (2,), (), (0, 2, 16, 0)),
-        Op(OpKind.QUANTIZE, (2,), (5,)),
+        Op(OpKind.QUANTIZE, (2,), (5,), ints=(1,)),
         Op(OpKind.LINEAR, (5, NONE), (6,), (2, NONE), (1, 0)),
         Op(OpKind.GLU, (4, 6), (7, NONE), (), (0,)),
         Op(OpKind.ADD, (7,), (0,), floats=(1.0,)),
@@ -184,6 +184,23 @@ def test_codes_of_a_rewritten_buffer_are_not_reused() -> None:
     program = ProgramSpec(((32, F32), (32, INT8), (32, F32), (32, INT8), (32, F32), (32, F32)), ops)
     fused = share_buffers(fuse(program))
     assert kinds(fused) == "RMS_NORM LINEAR ROPE QUANTIZE LINEAR GLU ADD"
+
+
+def test_codes_of_parts_are_not_those_of_the_row() -> None:
+    """Parts have outliers of their own, and a producer that quantises its result quantises it as one."""
+    ops = (
+        Op(OpKind.RMS_NORM, (0,), (2, NONE), (0,), (1,), (1e-5,)),
+        Op(OpKind.QUANTIZE, (2,), (3,), ints=(2,)),
+        Op(OpKind.HEAD_LINEAR, (3, NONE), (4,), (1, NONE), (1, 0, 2)),
+        Op(OpKind.QUANTIZE, (2,), (5,), ints=(1,)),
+        Op(OpKind.LINEAR, (5, NONE), (6,), (2, NONE), (1, 0)),
+        Op(OpKind.GLU, (4, 6), (7, NONE), (), (0,)),
+        Op(OpKind.ADD, (7,), (0,), floats=(1.0,)),
+    )
+    program = ProgramSpec(((64, F32), (64, INT8), (64, F32), (64, INT8), (64, F32), (64, F32)), ops)
+    fused = share_buffers(fuse(program))
+    assert kinds(fused) == "RMS_NORM QUANTIZE HEAD_LINEAR LINEAR GLU ADD"
+    assert program.scratch_bytes_per_row == 4 * 64 * 4 + 2 * (64 + 64 + 256) + 8 * 3
 
 
 def test_a_linear_result_read_twice_is_not_folded_into_the_residual() -> None:

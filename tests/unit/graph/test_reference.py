@@ -16,6 +16,7 @@ from tests.tiny import CASES, opened, prompt
 from quaff.config import DeltaConfig, ExpertsConfig, LayerConfig
 from quaff.errors import PromptError
 from quaff.graph import reference
+from quaff.graph.arithmetic import Quantised
 from quaff.graph.builder import build_graph
 from quaff.graph.program import Graph
 from quaff.graph.reference import Reference, ReferenceWeight, lower
@@ -325,13 +326,14 @@ def test_the_comparison_sees_a_reversed_chain(gqa: Model, monkeypatch: pytest.Mo
     right, _ = gqa.reference().run(tokens)
     forward = reference.linear_int
 
-    def backward(x: reference.Codes, w: ReferenceWeight) -> NDArray[np.float32]:
+    def backward(x: Quantised, w: ReferenceWeight) -> NDArray[np.float32]:
         assert w.codes is not None and w.scale is not None
-        q, scale = x
-        count = scale.shape[1]
-        flip = q.reshape(len(q), count, 32)[:, ::-1].reshape(q.shape)
+        count = x.scale.shape[1]
+        assert count <= 16, "one outlier a row"
+        q = x.codes.reshape(len(x.codes), count, 32)[:, ::-1].reshape(x.codes.shape)
+        column = (count - 1 - x.column // 32) * 32 + x.column % 32
         codes = w.codes.reshape(len(w.codes), count, 32)[:, ::-1].reshape(w.codes.shape)
-        return forward((flip, scale[:, ::-1]), ReferenceWeight(None, codes, w.scale[:, ::-1]))
+        return forward(Quantised(q, x.scale[:, ::-1], column, x.outlier), ReferenceWeight(None, codes, w.scale[:, ::-1]))
 
     monkeypatch.setattr(reference, "linear_int", backward)
     wrong, _ = gqa.reference().run(tokens)
