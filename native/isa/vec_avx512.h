@@ -105,6 +105,21 @@ struct VecAvx512 {
         return _mm_cvtsi128_si32(_mm_add_epi32(y, _mm_shuffle_epi32(y, 0xb1)));
     }
     QUAFF_INLINE static int32_t itop(I v) { return _mm512_reduce_max_epi32(v); }
+    // The greatest lane of each of 16 vectors: every step halves the lanes of two vectors and joins them.
+    QUAFF_INLINE static I itops(const I* v) {
+        I a[8], b[4];
+#pragma GCC unroll 8
+        for (int i = 0; i < 8; ++i)
+            a[i] = imax(_mm512_shuffle_i32x4(v[i], v[i + 8], 0x44), _mm512_shuffle_i32x4(v[i], v[i + 8], 0xee));
+#pragma GCC unroll 4
+        for (int i = 0; i < 4; ++i)
+            b[i] = imax(_mm512_shuffle_i32x4(a[i], a[i + 4], 0x88), _mm512_shuffle_i32x4(a[i], a[i + 4], 0xdd));
+        const I c = imax(_mm512_unpacklo_epi64(b[0], b[2]), _mm512_unpackhi_epi64(b[0], b[2]));
+        const I d = imax(_mm512_unpacklo_epi64(b[1], b[3]), _mm512_unpackhi_epi64(b[1], b[3]));
+        const F even = _mm512_shuffle_ps(from_bits(c), from_bits(d), 0x88), odd = _mm512_shuffle_ps(from_bits(c), from_bits(d), 0xdd);
+        return _mm512_permutexvar_epi32(_mm512_setr_epi32(0, 2, 1, 3, 8, 10, 9, 11, 4, 6, 5, 7, 12, 14, 13, 15),
+                                        imax(bits(even), bits(odd)));
+    }
     // Four vectors of codes as bytes, and the sum of each: packing leaves 4 codes of every vector in each quarter of the register, where vpdpbusd adds
     // them, so that adding the quarters gives the four sums in order.
     QUAFF_INLINE static void store_codes(int8_t* q, const I* codes, int32_t* sums) {

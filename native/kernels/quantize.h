@@ -45,30 +45,45 @@ template <class V> QUAFF_INLINE int without_outlier(const float* x, int32_t top,
     return lane;
 }
 
+// The largest magnitude of each of up to sixteen groups, as bits: magnitudes are ordered like integers, and their maximum is exact in any order.
+template <class V> QUAFF_INLINE typename V::I group_tops(const float* x, int64_t groups) {
+    const auto magnitude = V::iset(0x7fffffff);
+    const auto largest = [&](int64_t g) {
+        const float* at = x + g * kQuantGroup;
+        return V::imax(V::iand(V::bits(V::load(at)), magnitude), V::iand(V::bits(V::load(at + kLanes)), magnitude));
+    };
+    if constexpr (requires(typename V::I * v) { V::itops(v); }) {
+        if (groups == kLanes) {
+            typename V::I all[kLanes];
+#pragma GCC unroll 16
+            for (int g = 0; g < kLanes; ++g)
+                all[g] = largest(g);
+            return V::itops(all);
+        }
+    }
+    alignas(64) int32_t tops[kLanes] = {};
+    for (int64_t g = 0; g < groups; ++g)
+        tops[g] = V::itop(largest(g));
+    return V::iload(tops);
+}
+
 // Sixteen groups at a time, so that the divisions are those of vectors. The group of a block's outlier is done like the others, and then once
 // more without it: so nothing waits until it is found.
 template <class V>
 static void quantize_row(const float* x, int64_t n, int8_t* q, float* scale, int32_t* sum32, int32_t* sum16, Outlier* outlier) {
     static_assert(kQuantGroup == 2 * kLanes && kOutlierBlock % (kQuantGroup * kLanes) == 0);
     constexpr int64_t block = kOutlierBlock / kQuantGroup; // groups
-    const auto magnitude = V::iset(0x7fffffff);
     const int64_t groups = n / kQuantGroup;
     int64_t at = 0; // the outlier's group
     int32_t top = -1;
     for (int64_t g0 = 0; g0 < groups; g0 += kLanes) {
         const int64_t end = groups - g0 < kLanes ? groups : g0 + kLanes;
-        alignas(64) int32_t tops[kLanes] = {};
         alignas(64) float factors[kLanes];
-        // As integers the magnitudes are ordered like the floats, and their maximum is exact in any order.
-        for (int64_t g = g0; g < end; ++g) {
-            const float* from = x + g * kQuantGroup;
-            const int32_t found =
-                V::itop(V::imax(V::iand(V::bits(V::load(from)), magnitude), V::iand(V::bits(V::load(from + kLanes)), magnitude)));
-            at = found > top ? g : at;
-            top = found > top ? found : top;
-            tops[g - g0] = found;
-        }
-        const auto amax = V::from_bits(V::iload(tops)), most = V::set(127.0f);
+        const typename V::I tops = group_tops<V>(x + g0 * kQuantGroup, end - g0);
+        const int32_t found = V::itop(tops);
+        at = found > top ? g0 + V::ifind(tops, tops, found) : at;
+        top = found > top ? found : top;
+        const auto amax = V::from_bits(tops), most = V::set(127.0f);
         const auto zero = V::lt(amax, V::set(0x1p-64f));
         V::store_part(scale + g0, end - g0, V::zero_where(zero, V::div(amax, most)));
         V::store(factors, V::zero_where(zero, V::div(most, amax)));
