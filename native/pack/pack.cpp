@@ -472,11 +472,16 @@ std::string describe(const Type& type, int64_t rows, int64_t cols) {
     return std::string(type.name) + " weight of " + std::to_string(rows) + " x " + std::to_string(cols);
 }
 
+// So that 32 bits count the bytes of a panel of integer codes.
+constexpr int64_t kMaxCols = int64_t{1} << 27;
+
 // The shape of a weight that can be packed.
 Weight checked(const Type& type, int64_t rows, int64_t cols) {
     if (packed_bytes(type.id, rows, cols) < 0)
         throw std::invalid_argument(describe(type, rows, cols) + ": needs at least one row and columns that are a multiple of " +
                                     std::to_string(type.block));
+    if (cols > kMaxCols)
+        throw std::invalid_argument(describe(type, rows, cols) + ": rows may have " + std::to_string(kMaxCols) + " values at most");
     return shape_of(type, rows, cols);
 }
 

@@ -55,6 +55,36 @@ def test_functions(isa: str) -> None:
     assert _native.exp_row(x).tobytes() != np.exp(x).tobytes()
 
 
+def test_rows_that_are_too_long_are_refused() -> None:
+    with pytest.raises(ValueError, match="Q8_0 weight of 1 x 268435456: rows may have 134217728 values at most"):
+        _native.Weight(8, np.zeros(34, np.uint8), 1, 1 << 28)
+
+
+def test_a_row_is_multiplied_in_the_parts_that_it_was_quantised_in() -> None:
+    """Every part has outliers of its own."""
+    norm, heads, whole = (
+        (1, [0], [2, -1], [0], [1], [1e-5]),
+        (16, [3, -1], [4], [1, -1], [1, 0, 2], []),
+        (3, [3, -1], [4], [1, -1], [1, 0], []),
+    )
+    buffers = [(64, 0), (64, 1), (64, 0)]
+
+    def quantise(parts: int) -> tuple[int, list[int], list[int], list[int], list[int], list[float]]:
+        return (2, [2], [3], [], [parts], [])
+
+    _native.Program(buffers, [norm, quantise(2), heads])
+    _native.Program(buffers, [norm, quantise(2), heads, quantise(1), whole])
+    for ops, message in (
+        ([norm, quantise(1), heads], "head_linear needs heads that were quantised one by one"),
+        ([norm, quantise(2), whole], "linear needs rows that were quantised as one"),
+        ([(1, [0], [2, 3], [0], [1], [1e-5]), heads], "head_linear needs heads that were quantised one by one"),
+        ([norm, quantise(4), heads], "quantize needs parts of a multiple of 32"),
+        ([norm, quantise(0), heads], "quantize heads and width disagree"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            _native.Program(buffers, ops)
+
+
 CHANNELS, TAPS, ROWS = 16, 3, 5
 
 
