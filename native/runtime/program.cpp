@@ -301,7 +301,7 @@ Program::Program(std::vector<Buffer> b, std::vector<Op> o, int32_t s) : buffers(
     for (size_t i = 0; i < ops.size(); ++i) {
         Checker(*this, parts, i).check();
         for (size_t b = 0; b < parts.size(); ++b)
-            buffers[b].parts = std::max(buffers[b].parts, parts[b]);
+            buffers[b].outliers = std::max(buffers[b].outliers, parts[b] * outlier_count(buffers[b].width / parts[b]));
         for (int32_t slot : ops[i].weights) {
             if (slot < kNone || slot > 4096)
                 refuse(i, "names an impossible weight slot");

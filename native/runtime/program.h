@@ -53,9 +53,9 @@ struct Op {
 
 struct Buffer {
     int64_t width;
-    bool quantized;    // int8 rows with scales and sums instead of f32
-    bool by_slots;     // as many rows for every row of the cell as it has chosen experts
-    int32_t parts = 1; // of an int8 row at most that are quantised one by one: what the ops ask for
+    bool quantized;       // int8 rows with scales and sums instead of f32
+    bool by_slots;        // as many rows for every row of the cell as it has chosen experts
+    int64_t outliers = 0; // of an int8 row at most: what the ops ask for
 };
 
 // Checked when built: buffer ids, kinds, counts and widths fit together. All throw std::invalid_argument.

@@ -24,15 +24,13 @@ int64_t s_stride(int64_t width) { return (width / kQuantGroup + 15) / 16 * 16; }
 // Scales or sums: kernels take them by sixteen, from the first one of a head of the last row too.
 size_t scale_bytes(size_t count) { return aligned(count * 4) + 64; }
 
-int64_t o_stride(const Buffer& b) { return b.parts * outlier_count(b.width / b.parts); }
-
 size_t buffer_bytes(const Buffer& b, int64_t rows) {
     const auto n = static_cast<size_t>(rows);
     if (!b.quantized)
         return aligned(n * static_cast<size_t>(b.width) * 4);
     const auto scales = static_cast<size_t>(s_stride(b.width));
     return aligned(n * static_cast<size_t>(q_stride(b.width))) + scale_bytes(n * scales) * 2 + scale_bytes(2 * n * scales) +
-           aligned(n * static_cast<size_t>(o_stride(b)) * sizeof(Outlier));
+           aligned(n * static_cast<size_t>(b.outliers) * sizeof(Outlier));
 }
 
 // Rows that make it worth every worker's while to unpack all weights for its own rows: what one core writes is then read by the same core.
@@ -305,7 +303,7 @@ void StepRun::run_stage(size_t index) {
             q.outlier = reinterpret_cast<Outlier*>(p);
             q.q_stride = q_stride(b.width);
             q.s_stride = s_stride(b.width);
-            q.o_stride = o_stride(b);
+            q.o_stride = b.outliers;
         } else {
             f = reinterpret_cast<float*>(at);
         }

@@ -126,13 +126,14 @@ class ProgramSpec:
     def scratch_bytes_per_row(self) -> int:
         """Bytes of scratch for one row: f32 values, or int8 codes and a spare line with an f32 scale and three int32 sums per group of 32,
         whose number is rounded up to 16, and 8 bytes for each outlier."""
-        parts = {i: 1 for i in range(len(self.buffers))}
+        outliers = [-(-width // 1024) for width, _ in self.buffers]
         for op in self.ops:
             if op.kind == OpKind.QUANTIZE:
-                parts[op.outputs[0] - SCRATCH] = max(op.ints[0], parts[op.outputs[0] - SCRATCH])
+                i, parts = op.outputs[0] - SCRATCH, op.ints[0]
+                outliers[i] = max(outliers[i], parts * -(-self.buffers[i][0] // parts // 1024))
         return sum(
             (self.slots if kind in (SLOT_F32, SLOT_INT8) else 1)
-            * (width * 4 if kind in (F32, SLOT_F32) else width + 64 + 256 * -(-width // 512) + 8 * parts[i] * -(-width // parts[i] // 1024))
+            * (width * 4 if kind in (F32, SLOT_F32) else width + 64 + 256 * -(-width // 512) + 8 * outliers[i])
             for i, (width, kind) in enumerate(self.buffers)
         )
 
