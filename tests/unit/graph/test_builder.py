@@ -203,6 +203,13 @@ def test_codes_of_parts_are_not_those_of_the_row() -> None:
     assert program.scratch_bytes_per_row == 4 * 64 * 4 + 2 * (64 + 64 + 256) + 8 * 3
 
 
+def test_scratch_has_room_for_the_most_outliers_of_a_shared_buffer() -> None:
+    """Two parts of 1,536 have four, three of 1,024 have three: the most parts need not have the most."""
+    ops = tuple(Op(OpKind.QUANTIZE, (2,), (3,), ints=(parts,)) for parts in (2, 3))
+    program = ProgramSpec(((3072, F32), (3072, INT8)), ops)
+    assert program.scratch_bytes_per_row == 3072 * 4 + (3072 + 64 + 6 * 256) + 8 * 4
+
+
 def test_a_linear_result_read_twice_is_not_folded_into_the_residual() -> None:
     ops = (
         Op(OpKind.LINEAR, (NONE, 0), (2,), (0, NONE), (1, 0)),
