@@ -7,13 +7,15 @@ static_assert(FLT_EVAL_METHOD == 0, "quaff needs f32 arithmetic that rounds to f
 
 namespace quaff {
 
-inline constexpr int kNumericsVersion = 2;
-inline constexpr int kLanes = 16;          // width of every fold, rows of a weight panel
-inline constexpr int kQuantGroup = 32;     // activations share one scale per 32 values
-inline constexpr int kOutlierBlock = 1024; // activations of which the largest one stays f32
-inline constexpr int kFloatBlock = 128;    // float linear: one fma chain per 128 of k
-inline constexpr int kPage = 64;           // positions of a KV page
-inline constexpr int kLogprobBlock = 4096; // ids whose probabilities share one f32 fold
+inline constexpr int kNumericsVersion = 3;
+inline constexpr int kLanes = 16;                                      // width of every fold, rows of a weight panel
+inline constexpr int kQuantGroup = 32;                                 // activations share one scale per 32 values
+inline constexpr int kOutlierBlock = 1024;                             // activations of which the largest one stays f32
+inline constexpr int kScaleSteps = 8;                                  // mantissas of their scales: 1, 1.125, 1.25 and so on
+inline constexpr int kFloatBlock = 128;                                // float linear: one fma chain per 128 of k
+inline constexpr int kPage = 64;                                       // positions of a KV page
+inline constexpr int kLogprobBlock = 4096;                             // ids whose probabilities share one f32 fold
+inline constexpr int32_t kScaleFraction = (1 << 23) / kScaleSteps - 1; // bits of an f32 that such a scale does not have
 
 // E(x): 2^n * exp(r), n = rint(x * kLog2e), r = x - n * ln 2 in two fma steps (kLn2Hi has 11 trailing zero bits, so n * kLn2Hi is exact).
 inline constexpr float kExpMin = -87.0f, kExpMax = 88.0f, kProbMin = -64.0f;

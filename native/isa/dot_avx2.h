@@ -69,7 +69,7 @@ struct DotAvx2 : BytesAvx2 {
             return x;
         }
     }
-    template <int bits> QUAFF_INLINE static Part<bits> begin(int32_t) { return V::iset(0); }
+    template <int bits> QUAFF_INLINE static Part<bits> begin(int32_t start) { return V::iset(bits == 8 ? start : 0); }
     template <int bits> QUAFF_INLINE static void dot(Part<bits>& part, const Operand<bits>& w, const int8_t* q) {
         const __m256i x = four(q);
         if constexpr (bits == 8) {

@@ -44,7 +44,6 @@ template <class D> static constexpr KernelTable make_table(const char* isa) {
         .attend_tile = V::kAttendRows,
         .linear_int = linear::linear_int<D>,
         .linear_float = linear::linear_float<D>,
-        .panels_per_unit = static_cast<int>(linear::kMaxPanels),
         .row_max = kernels::row_max<V>,
         .probabilities = kernels::probabilities<V>,
         .sum16 = kernels::sum16<V>,

@@ -38,7 +38,7 @@ template <class V, int T, class Value = uint16_t> struct AttendTile {
     alignas(64) float page_m[kLanes] = {}, page_l[kLanes] = {}, a[kLanes] = {}, b[kLanes] = {};
     Visible visible[T];
     bool started[T] = {};
-    float *q, *scores, *o; // [dim][T], [T][64], [T][value_dim]
+    float *q, *scores, *o; // [T][dim], [T][64], [T][value_dim]
     const Value *k, *next; // the page that is walked, and the one after it
     int dim, value_dim;
     float cap;
@@ -60,7 +60,8 @@ template <class V, int T, class Value = uint16_t> struct AttendTile {
                 s[t][j] = V::zero();
         const Value* at = k + block * kLanes;
         const float* qd = q;
-        for (int d = 0; d < dim; ++d, at += kPage, qd += T) {
+        const int64_t stride = dim;
+        for (int d = 0; d < dim; ++d, at += kPage, ++qd) {
             fetch<J>(at);
             F kd[J];
 #pragma GCC unroll 4
@@ -68,7 +69,7 @@ template <class V, int T, class Value = uint16_t> struct AttendTile {
                 kd[j] = load_value<V>(at + j * kLanes);
 #pragma GCC unroll 8
             for (int t = 0; t < T; ++t) {
-                const F x = V::set(qd[t]);
+                const F x = V::set(qd[t * stride]);
 #pragma GCC unroll 4
                 for (int j = 0; j < J; ++j)
                     s[t][j] = V::fma(kd[j], x, s[t][j]);
@@ -265,8 +266,8 @@ template <class V, int T, class Value = uint16_t> struct AttendTile {
         o = scores + T * kPage;
         q = o + T * value_dim;
         for (int t = 0; t < T; ++t)
-            for (int d = 0; d < dim; ++d)
-                q[d * T + t] = args.q[t][d] * args.scale;
+            for (int d = 0; d < dim; d += kLanes)
+                V::store(q + t * dim + d, V::mul(V::load(args.q[t] + d), V::set(args.scale)));
     }
 
     // A sink takes its part of the probabilities and has no value.

@@ -4,10 +4,12 @@
 #include "../isa/vec_common.h"
 #include "../numerics.h"
 #include "table.h"
+#include <bit>
 
 namespace quaff::linear {
 
 inline constexpr int64_t kMaxTokens = 8, kMaxPanels = 4, kMaxFloatPanels = 2; // no tile is larger
+inline constexpr int64_t kPreparedBytes = 448 << 10;                          // a part of the second-level cache
 static_assert(kQuantGroup == 32 && kLanes == 16);
 
 // Where a tile finds codes and scales: in the weight itself (few tokens, bound by memory), or prepared for many tokens.
@@ -27,7 +29,7 @@ struct Panels {
     Panels(const Weight& w, const uint8_t* codes) : data(codes), panel_stride(w.cols * kLanes), chunk_stride(kChunk * w.group / 32 * 512) {}
     const uint8_t* data;
     int64_t panel_stride, chunk_stride, codes_at = 0, last_codes_at = 0; // codes of a chunk of 16 groups, of a shorter last one
-    const float* scales = nullptr;                                       // kPrepared: [panel][scale, min if there are any][group][row]
+    const float* scales = nullptr; // kPrepared: [panels of a tile][scale * mantissa, then min if any][group][panel][row]
 };
 
 // Significant bits of a stored code as an operand: what fits an int16 pair of products depends on it (isa/dot_avx2.h).
@@ -36,30 +38,35 @@ constexpr int operand_bits(Codes codes, bool book) {
 }
 
 // What a tile needs to know of one token's activations, 16 weight groups at a time: all of it lies at constant distances from one pointer.
+//
+// An integer sum that starts at the bits of 1.5 * 2^(23+e) is, read as an f32, that number plus dot * 2^e while |dot| < 2^22. So taking it away again
+// makes dot * 2^e, exact, for what a conversion to f32 costs: the activation scale 2^e * mantissa needs no product of its own where the
+// weights' scales times each mantissa were prepared.
+// Packed weights are multiplied by whole activation scales, which gives the same bits as long as no product is a denormal number: only weights of
+// codebooks may have scales so small.
 struct Cell {
-    int32_t start[16]; // -offset * sum(q) of the weight group
-    float scale[16];   // of the enclosing 32
-    float sum[16];     // scale * float(sum(q))
+    int32_t start[16]; // -offset * sum(q) of the weight group; where shifted plus the bits of 1.5 * 2^(23+e)
+    int32_t step[16];  // kPrepared: where the scales times the mantissa are, in floats; kBook: the mantissa's bits; kPacked: the scale's
+    float other[16];   // with minimums: scale of the enclosing 32 * float(sum(q)); without, where shifted: 1.5 * 2^(23+e)
 };
+constexpr bool shifted(Source source) { return source != Source::kPacked; }
+// Weights with minimums have no offset: the tile needs a start only where it is the 1.5 * 2^(23+e).
+constexpr bool can_have_min(Codes codes, bool book) {
+    return !book && (codes == Codes::kNibble || codes == Codes::kNibbleBit || codes == Codes::kPair);
+}
+constexpr int kScaleShift = std::countr_zero(unsigned(kScaleFraction) + 1);
 static_assert(sizeof(Cell) == 192 && kOutlierBlock % (16 * kQuantGroup) == 0);
 
-// Where a tile finds the codes that a token's outlier is multiplied by: the line of their low plane and of the high one, if there is one, in bytes
-// from the panel's data, and by how much to shift a row's word there. Their scales, in floats from those of the block's first group.
-struct Place {
-    uint32_t low, low_shift, high, high_shift, scale;
-    float value;
-};
-
-// Cells and places: no more blocks than cells.
-QUAFF_INLINE int64_t cell_bytes(const Weight& w) { return (w.groups / 16 + 1) * kMaxTokens * int64_t(sizeof(Cell) + sizeof(Place)); }
+QUAFF_INLINE int64_t cell_bytes(const Weight& w) { return (w.groups / 16 + 1) * kMaxTokens * int64_t(sizeof(Cell)); }
 QUAFF_INLINE int64_t code_bytes(const Weight& w) { return w.codes == Codes::kByte ? 0 : w.cols * kLanes; } // prepared, per panel
-QUAFF_INLINE int64_t scale_bytes(const Weight& w) { return w.groups * kLanes * int64_t(sizeof(float)) * (w.has_min ? 2 : 1); }
+QUAFF_INLINE int64_t scale_floats(const Weight& w) { return w.groups * kLanes * (kScaleSteps + w.has_min); }
 
 struct Tokens {
     const int8_t* q;
     int64_t q_stride;
-    Cell* cells;   // [ceil(groups / 16)][token]
-    Place* places; // [block of kOutlierBlock columns][token]
+    const Outlier* outliers;
+    int64_t o_stride;
+    Cell* cells; // [ceil(groups / 16)][token]
     int64_t groups;
 };
 
@@ -173,18 +180,17 @@ QUAFF_INLINE typename D::Bytes load_values(typename D::Table table, const uint8_
         return bytes;
 }
 
-// Stored codes of 16 rows at a place, one a lane. A codebook's are true codes plus 128, as everywhere.
-template <class D, Codes codes, bool book>
-QUAFF_INLINE typename D::V::I codes_at(typename D::Table table, const uint8_t* panel, const Place& p) {
+// Stored codes of 16 rows at column k of a group of 32, one a lane. A codebook's are true codes plus 128, as everywhere.
+template <class D, Codes codes, bool book> QUAFF_INLINE typename D::V::I codes_at(typename D::Table table, const uint8_t* group, int k) {
     using V = typename D::V;
     constexpr int low = planes(codes).low, high = planes(codes).high;
-    const auto plane = [&](uint32_t line, uint32_t shift, int bits) {
-        return V::iand(V::shru(V::iload(reinterpret_cast<const int32_t*>(panel + line)), static_cast<int>(shift)),
-                       V::iset((1 << bits) - 1));
+    const auto plane = [&](const uint8_t* line, int bits) { // every row has a word there
+        const int shift = k % 4 * 8 + k / 4 / bits * bits;
+        return V::iand(V::shru(V::iload(reinterpret_cast<const int32_t*>(line + k / 4 % bits * 64)), shift), V::iset((1 << bits) - 1));
     };
-    typename V::I code = plane(p.low, p.low_shift, low);
+    typename V::I code = plane(group, low);
     if constexpr (high != 0)
-        code = V::ior(code, V::template shl<low>(plane(p.high, p.high_shift, high)));
+        code = V::ior(code, V::template shl<low>(plane(group + low * 64, high)));
     if constexpr (book) {
         alignas(64) int32_t lanes[kLanes];
         auto* bytes = reinterpret_cast<uint8_t*>(lanes);
@@ -195,29 +201,40 @@ QUAFF_INLINE typename D::V::I codes_at(typename D::Table table, const uint8_t* p
     return code;
 }
 
+// How far apart scales are, in floats: of panels side by side, of groups; minimums from their scales.
+struct Strides {
+    int64_t panel, group, min;
+};
+
 // One outlier of each token times its dequantised weights of R panels. Scales and minimums are those of the block.
-template <class D, Codes codes, bool book, bool has_min, int R, int T>
-QUAFF_INLINE void add_outliers(typename D::V::F (&acc)[R][T], typename D::Table table, int32_t offset, const Panels& p, const Place* places,
-                               const float* scales, int64_t panel_scales, int64_t min_at) {
+template <class D, Codes codes, int G, bool book, bool has_min, int R, int T>
+QUAFF_INLINE void add_outliers(typename D::V::F (&acc)[R][T], typename D::Table table, int32_t offset, const Panels& p, const Tokens& x,
+                               int64_t block, const float* scales, Strides stride) {
     using V = typename D::V;
+    constexpr uint32_t chunk_cols = kChunk * G;
     const typename V::I less = V::iset(offset);
 #pragma GCC unroll 8
     for (int t = 0; t < T; t++) {
-        const Place& place = places[t];
-        const typename V::F value = V::set(place.value);
+        const Outlier& outlier = x.outliers[t * x.o_stride + block];
+        const uint32_t column = outlier.column;
+        const int64_t chunk = block * (kOutlierBlock / chunk_cols) + column / chunk_cols;
+        const uint8_t* group = p.data + chunk * p.chunk_stride + (chunk < x.groups / kChunk ? p.codes_at : p.last_codes_at) +
+                               column % chunk_cols / 32 * uint32_t(code_group_bytes(codes));
+        const typename V::F value = V::set(outlier.value);
 #pragma GCC unroll 4
         for (int r = 0; r < R; r++) {
-            const typename V::F code = V::to_float(V::isub(codes_at<D, codes, book>(table, p.data + r * p.panel_stride, place), less));
-            const float* at = scales + r * panel_scales + place.scale;
+            const uint8_t* from = group + r * p.panel_stride;
+            const typename V::F code = V::to_float(V::isub(codes_at<D, codes, book>(table, from, int(column % 32)), less));
+            const float* at = scales + r * stride.panel + column / G * stride.group;
             const typename V::F scale = V::load(at);
-            acc[r][t] = V::fma(has_min ? V::fma(scale, code, V::load(at + min_at)) : V::mul(scale, code), value, acc[r][t]);
+            acc[r][t] = V::fma(has_min ? V::fma(scale, code, V::load(at + stride.min)) : V::mul(scale, code), value, acc[r][t]);
         }
     }
 }
 
 // R panels x T tokens over all groups. Tiles are inlined into the loop over panels: g++ keeps an array in registers only when the loops over it
 // are inner ones, unrolled before it decides.
-template <class D, Source source, Codes form, int G, int R, int T>
+template <class D, Source source, Codes form, int G, bool has_min, int R, int T>
 QUAFF_INLINE void int_tile(const LinearArgs& a, const Panels& p, const Tokens& x, int64_t panel, int64_t token) {
     using V = typename D::V;
     constexpr bool prepared = source == Source::kPrepared, book = source == Source::kBook;
@@ -227,15 +244,16 @@ QUAFF_INLINE void int_tile(const LinearArgs& a, const Panels& p, const Tokens& x
     constexpr int steps = G / 4, fields = 8 / planes(read).low;
     constexpr int run = steps < D::template kSteps<bits> ? steps : D::template kSteps<bits>; // dots between two looks at the int32 sums
     const int64_t groups = x.groups;
-    const bool has_min = a.w->has_min;
     constexpr int64_t block = kOutlierBlock / G; // groups
-    const int64_t panel_scales = has_min ? 2 * groups * kLanes : groups * kLanes, min_at = (prepared ? groups : block) * kLanes;
+    constexpr bool starts = shifted(source) || !has_min;
+    constexpr int64_t P = D::kPanels;
+    constexpr Strides fixed = prepared ? Strides{kLanes, P * kLanes, 0} : Strides{2 * block * kLanes, kLanes, block * kLanes};
+    const Strides stride{fixed.panel, fixed.group, prepared ? kScaleSteps * P * kLanes * groups : fixed.min};
     const Cell* cells = x.cells;
-    const Place* places = x.places;
     typename D::Table table{};
     if constexpr (book)
         table = D::table(a.w->codebook);
-    alignas(64) float chunk[prepared ? 1 : R][2][prepared ? 1 : block * kLanes];
+    alignas(64) float unpacked[prepared ? 1 : R * fixed.panel]; // of a block
 
     typename V::F acc[R][T];
 #pragma GCC unroll 4
@@ -246,10 +264,12 @@ QUAFF_INLINE void int_tile(const LinearArgs& a, const Panels& p, const Tokens& x
     for (int64_t g0 = 0; g0 < groups; g0 += kChunk, cells += T) {
         const int64_t count = groups - g0 < kChunk ? groups - g0 : kChunk;
         const uint8_t* codes = p.data + g0 / kChunk * p.chunk_stride;
-        const int64_t in_block = g0 % block * kLanes;
+        const float* scales = prepared ? p.scales + g0 * stride.group : unpacked + g0 % block * kLanes;
         if constexpr (!prepared)
-            for (int r = 0; r < R; r++)
-                expand_scales<V>(*a.w, codes + r * p.panel_stride, count, chunk[r][0] + in_block, chunk[r][1] + in_block);
+            for (int r = 0; r < R; r++) {
+                float* to = unpacked + r * stride.panel + g0 % block * kLanes;
+                expand_scales<V>(*a.w, codes + r * p.panel_stride, count, to, to + stride.min);
+            }
         codes += count == kChunk ? p.codes_at : p.last_codes_at;
         const int8_t* chunk_q = x.q + g0 * G;
         for (int64_t i0 = 0; i0 < count; i0 += 32 / G) {
@@ -263,7 +283,7 @@ QUAFF_INLINE void int_tile(const LinearArgs& a, const Panels& p, const Tokens& x
                     typename D::template Part<bits> part[R][T];
 #pragma GCC unroll 8
                     for (int t = 0; t < T; t++) {
-                        const auto begin = D::template begin<bits>(first ? 0 : cells[t].start[i]);
+                        const auto begin = D::template begin<bits>(starts && !first ? cells[t].start[i] : 0);
 #pragma GCC unroll 4
                         for (int r = 0; r < R; r++)
                             part[r][t] = begin;
@@ -290,35 +310,36 @@ QUAFF_INLINE void int_tile(const LinearArgs& a, const Panels& p, const Tokens& x
                     for (int t = 0; t < T; t++)
 #pragma GCC unroll 4
                         for (int r = 0; r < R; r++) {
-                            const auto dot = D::template finish<bits>(part[r][t], first ? 0 : cells[t].start[i]);
+                            const auto dot = D::template finish<bits>(part[r][t], starts && !first ? cells[t].start[i] : 0);
                             sum[r][t] = first ? V::iadd(sum[r][t], dot) : dot;
                         }
                 }
+                if constexpr (prepared)
+                    asm volatile("" ::: "memory"); // or the starts of all tokens, which are bases too, would stay in registers
 #pragma GCC unroll 4
                 for (int r = 0; r < R; r++) {
-                    const float* scales = prepared ? p.scales + r * panel_scales + (g0 + i) * kLanes : chunk[r][0] + in_block + i * kLanes;
-                    const typename V::F scale = V::load(scales);
+                    const float* at = scales + i * stride.group + r * stride.panel;
 #pragma GCC unroll 8
-                    for (int t = 0; t < T; t++)
-                        acc[r][t] = V::fma(V::to_float(sum[r][t]), V::mul(scale, V::set(cells[t].scale[i])), acc[r][t]);
-                    if (has_min) {
-                        const typename V::F min = V::load(scales + min_at);
+                    for (int t = 0; t < T; t++) {
+                        const int32_t step = cells[t].step[i];
+                        const typename V::F base = has_min ? V::from_bits(V::iset(cells[t].start[i])) : V::set(cells[t].other[i]);
+                        const typename V::F dot = shifted(source) ? V::sub(V::from_bits(sum[r][t]), base) : V::to_float(sum[r][t]);
+                        const typename V::F scale = prepared ? V::load(at + step) : V::mul(V::load(at), V::from_bits(V::iset(step)));
+                        acc[r][t] = V::fma(dot, scale, acc[r][t]);
+                    }
+                    if constexpr (has_min) {
+                        const typename V::F min = V::load(at + stride.min);
 #pragma GCC unroll 8
                         for (int t = 0; t < T; t++)
-                            acc[r][t] = V::fma(min, V::set(cells[t].sum[i]), acc[r][t]);
+                            acc[r][t] = V::fma(min, V::set(cells[t].other[i]), acc[r][t]);
                     }
                 }
             }
         }
         if (g0 % block + kChunk == block || g0 + kChunk >= groups) {
             const int32_t offset = bits == 8 ? 128 : a.w->offset;
-            const float* scales = prepared ? p.scales + g0 / block * block * kLanes : chunk[0][0];
-            const int64_t next = prepared ? panel_scales : 2 * block * kLanes;
-            if (has_min)
-                add_outliers<D, read, book, true>(acc, table, offset, p, places, scales, next, min_at);
-            else
-                add_outliers<D, read, book, false>(acc, table, offset, p, places, scales, next, min_at);
-            places += T;
+            const float* of_block = prepared ? p.scales + g0 / block * block * stride.group : unpacked;
+            add_outliers<D, read, G, book, has_min>(acc, table, offset, p, x, g0 / block, of_block, stride);
         }
     }
     if (!a.bias && (panel + R) * kLanes <= a.w->rows) {
@@ -346,24 +367,23 @@ QUAFF_INLINE void int_tile(const LinearArgs& a, const Panels& p, const Tokens& x
 
 // `count` panels from `panel` on times T tokens: as many panels at once as the tile holds, the rest one by one. Packed panels are always read one
 // by one: they are bound by memory, one panel is one stream of addresses, and the groups in flight hide the latency of the chains.
-template <class D, Source source, Codes codes, int G, int T>
+template <class D, Source source, Codes codes, int G, bool has_min, int T>
 [[gnu::noinline]] static void int_panels(const LinearArgs& a, Panels p, const Tokens& x, int64_t panel, int64_t count, int64_t token) {
     constexpr int R = source == Source::kPrepared ? D::kPanels : 1;
     static_assert(R <= kMaxPanels && T <= kMaxTokens);
-    const int64_t scales = scale_bytes(*a.w) / int64_t(sizeof(float));
-    for (; count >= R; count -= R, panel += R, p.data += R * p.panel_stride, p.scales += R * scales)
-        int_tile<D, source, codes, G, R, T>(a, p, x, panel, token);
+    for (; count >= R; count -= R, panel += R, p.data += R * p.panel_stride, p.scales += R * scale_floats(*a.w))
+        int_tile<D, source, codes, G, has_min, R, T>(a, p, x, panel, token);
     if constexpr (R > 1)
-        for (; count; count--, panel++, p.data += p.panel_stride, p.scales += scales)
-            int_tile<D, source, codes, G, 1, T>(a, p, x, panel, token);
+        for (; count; count--, panel++, p.data += p.panel_stride, p.scales += kLanes)
+            int_tile<D, source, codes, G, has_min, 1, T>(a, p, x, panel, token);
 }
 
-template <class D, Source source, Codes codes, int G, int T = D::kTokens>
+template <class D, Source source, Codes codes, int G, bool has_min, int T = D::kTokens>
 static void int_tokens(const LinearArgs& a, const Panels& p, const Tokens& x, int64_t panel, int64_t count, int64_t token, int64_t tokens) {
     if (tokens == T)
-        return int_panels<D, source, codes, G, T>(a, p, x, panel, count, token);
+        return int_panels<D, source, codes, G, has_min, T>(a, p, x, panel, count, token);
     if constexpr (T > 1)
-        int_tokens<D, source, codes, G, T - 1>(a, p, x, panel, count, token, tokens);
+        int_tokens<D, source, codes, G, has_min, T - 1>(a, p, x, panel, count, token, tokens);
 }
 
 // Calls f.template operator()<Codes, G, book>() for the form of w: those that some type has.
@@ -390,49 +410,51 @@ template <class F> QUAFF_INLINE void with_form(const Weight& w, F&& f) {
     }
 }
 
-// The place of a block's outlier. Field by field: g++ copies a whole Place by way of the stack, where it waits for stores.
-template <Codes codes, int G>
-QUAFF_INLINE void find(const Outlier& o, uint32_t block, const Panels& p, uint32_t whole_chunks, Place& place) {
-    constexpr uint32_t low = planes(codes).low, high = planes(codes).high, cols = kChunk * G;
-    const uint32_t chunk = block * (kOutlierBlock / cols) + o.column / cols, k4 = o.column % 32 / 4, byte = o.column % 4 * 8;
-    const uint32_t group = chunk * uint32_t(p.chunk_stride) + uint32_t(chunk < whole_chunks ? p.codes_at : p.last_codes_at) +
-                           o.column % cols / 32 * uint32_t(code_group_bytes(codes));
-    place.low = group + k4 % low * 64, place.low_shift = byte + k4 / low * low;
-    if constexpr (high != 0)
-        place.high = group + (low + k4 % high) * 64, place.high_shift = byte + k4 / high * high;
-    place.scale = o.column / G * kLanes, place.value = o.value;
+// Calls f.template operator()<has_min>().
+template <Codes codes, bool book, class F> QUAFF_INLINE void with_min(const Weight& w, F&& f) {
+    if constexpr (can_have_min(codes, book))
+        if (w.has_min)
+            return f.template operator()<true>();
+    f.template operator()<false>();
 }
 
-// Cells of `tokens` rows from `token` on: whole cells, since the strides are whole ones; what lies past the last group is never used. Also where
-// the codes for their outliers are.
-template <class D, Codes read, int G>
-[[gnu::noinline]] static void prepare_tokens(const LinearArgs& a, const Panels& p, int32_t offset, int64_t token, int64_t tokens,
-                                             Tokens& x) {
+// Cells of `tokens` rows from `token` on: whole cells, since the strides are whole ones; what lies past the last group is never used.
+template <class D, Source source, int G>
+[[gnu::noinline]] static void prepare_tokens(const LinearArgs& a, int32_t offset, int64_t token, int64_t tokens, Tokens& x) {
     using V = typename D::V;
     const QuantRows& rows = *a.x;
-    const typename V::I less = V::iset(-offset);
-    const auto blocks = uint32_t(outlier_count(x.groups * G)), whole_chunks = uint32_t(x.groups / kChunk);
+    const typename V::I less = V::iset(-offset), exponent = V::iset(0x7f800000), up = V::iset((23 << 23) + (1 << 22)),
+                        one = V::iset(127 << 23);
+    const typename V::I step_floats = V::iset(int32_t(D::kPanels * kLanes * x.groups));
     for (int64_t t = 0; t < tokens; t++) {
         const int32_t* sums = (G == 32 ? rows.sum32 : rows.sum16) + (token + t) * rows.s_stride * (32 / G);
         const float* scales = rows.scale + (token + t) * rows.s_stride;
         Cell* cell = x.cells + t;
         for (int64_t left = x.groups; left > 0; left -= 16, cell += tokens, sums += 16, scales += G / 2) {
             const typename V::I sum = V::iload(sums);
-            V::istore(cell->start, V::imul(sum, less));
             alignas(64) float twice[kLanes];
             if (G == 16)
                 for (int i = 0; i < kLanes; i++)
                     twice[i] = scales[i / 2];
             const typename V::F scale = V::load(G == 16 ? twice : scales);
-            V::store(cell->scale, scale);
-            V::store(cell->sum, V::mul(scale, V::to_float(sum)));
+            const typename V::I bits = V::bits(scale), start = V::imul(sum, less);
+            if constexpr (shifted(source)) {
+                const typename V::I base = V::iadd(V::iand(bits, exponent), up), fraction = V::iand(bits, V::iset((1 << 23) - 1));
+                V::istore(cell->start, V::iadd(start, base));
+                if (!a.w->has_min)
+                    V::store(cell->other, V::from_bits(base));
+                V::istore(cell->step, source == Source::kPrepared ? V::imul(V::template shru<kScaleShift>(fraction), step_floats)
+                                                                  : V::ior(fraction, one));
+            } else {
+                V::istore(cell->start, start);
+                V::istore(cell->step, bits);
+            }
+            if (a.w->has_min)
+                V::store(cell->other, V::mul(scale, V::to_float(sum)));
         }
-        const Outlier* outliers = rows.outlier + (token + t) * rows.o_stride;
-        Place* place = x.places + t;
-        for (uint32_t block = 0; block < blocks; block++, place += tokens)
-            find<read, G>(outliers[block], block, p, whole_chunks, *place);
     }
     x.q = rows.q + token * rows.q_stride, x.q_stride = rows.q_stride;
+    x.outliers = rows.outlier + token * rows.o_stride, x.o_stride = rows.o_stride;
 }
 
 // Calls f(chunk, first weight group, groups) for every chunk of a panel.
@@ -442,15 +464,26 @@ template <class F> QUAFF_INLINE void each_chunk(const Weight& w, const uint8_t* 
         f(panel, g, w.groups - g < kChunk ? w.groups - g : kChunk);
 }
 
-// One panel for many tokens: scales and minimums as f32, codes as bytes, 512 per group of 32 (byte codes stay where they are).
+// One panel for many tokens: scales times each mantissa and minimums as f32, one tile's panels side by side; codes as bytes, 512 per group of 32 (byte
+// codes stay where they are).
 template <class D, Codes codes, bool book>
 [[gnu::noinline]] static void prepare_panel(const Weight& w, const uint8_t* panel, float* scales, uint8_t* to) {
+    using V = typename D::V;
     typename D::Table table{};
     if constexpr (book)
         table = D::table(w.codebook);
     each_chunk(w, panel, [&](const uint8_t* chunk, int64_t g, int64_t groups) {
-        float* scale = scales + g * kLanes;
-        expand_scales<typename D::V>(w, chunk, groups, scale, scale + w.groups * kLanes);
+        alignas(64) float scale[kChunk * kLanes], min[kChunk * kLanes];
+        expand_scales<V>(w, chunk, groups, scale, min);
+        constexpr int64_t step = D::kPanels * kLanes;
+        float* at = scales + g * step;
+        for (int64_t i = 0; i < groups; i++, at += step) {
+            const typename V::F one = V::load(scale + i * kLanes);
+            for (int m = 0; m < kScaleSteps; m++)
+                V::store(at + m * step * w.groups, V::mul(one, V::set(1.0f + float(m) / kScaleSteps)));
+            if (w.has_min)
+                V::store(at + kScaleSteps * step * w.groups, V::load(min + i * kLanes));
+        }
         if constexpr (codes != Codes::kByte) {
             const uint8_t* from = chunk + chunk_codes_at(w, groups);
             for (int64_t b = 0; b < groups * w.group / 32; b++, from += code_group_bytes(codes), to += 512)
@@ -466,8 +499,11 @@ template <class D> static void few_tokens(const LinearArgs& a, Tokens& x, int64_
     const Weight& w = *a.w;
     with_form(w, [&]<Codes codes, int G, bool book>() {
         const Panels p(w, panel0);
-        prepare_tokens<D, codes, G>(a, p, operand_bits(codes, book) == 8 ? D::kWideOffset : w.offset, 0, a.rows, x);
-        int_tokens<D, book ? Source::kBook : Source::kPacked, codes, G>(a, p, x, panel0, panel1 - panel0, 0, a.rows);
+        prepare_tokens<D, book ? Source::kBook : Source::kPacked, G>(a, operand_bits(codes, book) == 8 ? D::kWideOffset : w.offset, 0,
+                                                                     a.rows, x);
+        with_min<codes, book>(w, [&]<bool has_min>() {
+            int_tokens<D, book ? Source::kBook : Source::kPacked, codes, G, has_min>(a, p, x, panel0, panel1 - panel0, 0, a.rows);
+        });
     });
 }
 
@@ -496,26 +532,28 @@ struct Ahead {
 template <class D> static void many_tokens(const LinearArgs& a, Tokens& x, int64_t panel0, int64_t panel1, uint8_t* scratch) {
     const Weight& w = *a.w;
     auto* scales = reinterpret_cast<float*>(scratch);
-    const int64_t panel_scales = scale_bytes(w) / int64_t(sizeof(float));
-    uint8_t* codes_at = scratch + kMaxPanels * scale_bytes(w);
+    const int64_t at_once = panels_at_once(w);
+    auto* codes_at = reinterpret_cast<uint8_t*>(scales + at_once * scale_floats(w));
     with_form(w, [&]<Codes codes, int G, bool book>() {
         constexpr Codes form =
             D::template kSteps<operand_bits(codes, book)> == 8 ? Codes::kNibble : codes; // tiles that differ in nothing are one
         constexpr Codes read = operand_bits(codes, book) == 8 ? Codes::kByte : form;
         const int32_t offset = operand_bits(codes, book) == 8 ? D::kWideOffset : w.offset;
-        for (int64_t panel = panel0; panel < panel1; panel += kMaxPanels) {
-            const int64_t count = panel1 - panel < kMaxPanels ? panel1 - panel : kMaxPanels;
+        for (int64_t panel = panel0; panel < panel1; panel += at_once) {
+            const int64_t count = panel1 - panel < at_once ? panel1 - panel : at_once;
             Panels p = codes == Codes::kByte ? Panels(w, panel) : Panels(w, codes_at);
             p.scales = scales;
             for (int64_t i = 0; i < count; i++)
-                prepare_panel<D, codes, book>(w, w.data + (panel + i) * w.panel_bytes, scales + i * panel_scales,
+                prepare_panel<D, codes, book>(w, w.data + (panel + i) * w.panel_bytes,
+                                              scales + i / D::kPanels * D::kPanels * scale_floats(w) + i % D::kPanels * kLanes,
                                               codes_at + i * code_bytes(w));
             Ahead ahead(a, panel + count, count);
             for (int64_t token = 0; token < a.rows; token += D::kTokens) {
                 const int64_t tokens = a.rows - token < D::kTokens ? a.rows - token : D::kTokens;
-                prepare_tokens<D, Codes::kByte, G>(a, p, offset, token, tokens, x);
+                prepare_tokens<D, Source::kPrepared, G>(a, offset, token, tokens, x);
                 ahead.fetch(a.rows / D::kTokens + 1);
-                int_tokens<D, Source::kPrepared, read, G>(a, p, x, panel, count, token, tokens);
+                with_min<codes, book>(
+                    w, [&]<bool has_min>() { int_tokens<D, Source::kPrepared, read, G, has_min>(a, p, x, panel, count, token, tokens); });
             }
         }
     });
@@ -525,7 +563,6 @@ template <class D> static void linear_int(const LinearArgs* args, int64_t panel0
     const LinearArgs& a = *args;
     Tokens x{};
     x.groups = a.w->groups, x.cells = reinterpret_cast<Cell*>(scratch);
-    x.places = reinterpret_cast<Place*>(x.cells + (x.groups / 16 + 1) * kMaxTokens);
     if (a.rows <= D::kTokens)
         few_tokens<D>(a, x, panel0, panel1);
     else

@@ -27,15 +27,24 @@ alignas(64) inline constexpr int32_t kAllBut[64] = {-1, -1, -1, -1, -1, -1, -1, 
                                                     -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, 0,  -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1,
                                                     -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1};
 
+// Scales of groups whose largest magnitudes have the bits `tops`, and what their values are multiplied by: top/127 rounded up to one of the eight
+// mantissas, 0 where the top is out of range.
+template <class V> QUAFF_INLINE typename V::F scales(typename V::I tops, typename V::F& factor) {
+    constexpr int32_t low = 0x1f800000, high = 0x6f800000; // 2^-64, 2^96
+    const auto inside = V::both(V::igt(tops, V::iset(low - 1)), V::igt(V::iset(high), tops));
+    const auto exact = V::bits(V::div(V::from_bits(tops), V::set(127.0f)));
+    const auto scale = V::from_bits(V::iand(V::iadd(exact, V::iset(kScaleFraction)), V::iset(~kScaleFraction)));
+    factor = V::select(inside, V::div(V::set(1.0f), scale), V::zero());
+    return V::select(inside, scale, V::zero());
+}
+
 // A group once more, without the value of magnitude `top`: the first one is the outlier. Returns its lane.
 template <class V> QUAFF_INLINE int without_outlier(const float* x, int32_t top, int8_t* q, float* scale, int32_t* sum16) {
     const auto magnitude = V::iset(0x7fffffff), first = V::bits(V::load(x)), second = V::bits(V::load(x + kLanes));
     const int lane = V::ifind(V::iand(first, magnitude), V::iand(second, magnitude), top);
     const auto low = V::iand(first, V::iload(kAllBut + 32 - lane)), high = V::iand(second, V::iload(kAllBut + 48 - lane));
-    const auto amax = V::from_bits(V::iset(V::itop(V::imax(V::iand(low, magnitude), V::iand(high, magnitude))))), most = V::set(127.0f);
-    const auto zero = V::lt(amax, V::set(0x1p-64f));
-    V::store_part(scale, 1, V::zero_where(zero, V::div(amax, most)));
-    const auto factor = V::zero_where(zero, V::div(most, amax));
+    typename V::F factor;
+    V::store_part(scale, 1, scales<V>(V::iset(V::itop(V::imax(V::iand(low, magnitude), V::iand(high, magnitude)))), factor));
     const typename V::I codes[2] = {V::to_int(V::rint(V::mul(V::from_bits(low), factor))),
                                     V::to_int(V::rint(V::mul(V::from_bits(high), factor)))};
     for (int i = 0; i < 2; ++i) {
@@ -83,10 +92,9 @@ static void quantize_row(const float* x, int64_t n, int8_t* q, float* scale, int
         const int32_t found = V::itop(tops);
         at = found > top ? g0 + V::ifind(tops, tops, found) : at;
         top = found > top ? found : top;
-        const auto amax = V::from_bits(tops), most = V::set(127.0f);
-        const auto zero = V::lt(amax, V::set(0x1p-64f));
-        V::store_part(scale + g0, end - g0, V::zero_where(zero, V::div(amax, most)));
-        V::store(factors, V::zero_where(zero, V::div(most, amax)));
+        typename V::F factor;
+        V::store_part(scale + g0, end - g0, scales<V>(tops, factor));
+        V::store(factors, factor);
         int64_t g = g0;
         for (; g + 2 <= end; g += 2)
             two_groups<V>(x + g * kQuantGroup, factors + (g - g0), q + g * kQuantGroup, sum16 + 2 * g);

@@ -234,7 +234,6 @@ struct KernelTable {
     void (*linear_int)(const LinearArgs*, int64_t panel0, int64_t panel1, uint8_t* scratch);
     // Float activations; integer weights are first dequantised to f32 (scale*code+min as one fma, or scale*code). NUMERICS 14.
     void (*linear_float)(const LinearArgs*, int64_t panel0, int64_t panel1, uint8_t* scratch);
-    int panels_per_unit; // panels a worker should claim at once
 
     // Vocabulary kernels.
     float (*row_max)(const float* x, int64_t n);                         // width-16 maximum fold from -inf
@@ -251,8 +250,10 @@ struct KernelTable {
 };
 
 [[gnu::always_inline]] inline int64_t panel_count(const Weight& w) { return (w.rows + 15) / 16; }
-size_t linear_scratch_bytes(const Weight& w);                           // kernels/scratch.cpp
-size_t attend_scratch_floats(int32_t dim, int32_t value_dim, int tile); // kernels/scratch.cpp
+// In kernels/scratch.cpp: panels that many rows pass over together, once they are prepared, and so what a worker should claim at once; workspaces.
+int64_t panels_at_once(const Weight& w);
+size_t linear_scratch_bytes(const Weight& w);
+size_t attend_scratch_floats(int32_t dim, int32_t value_dim, int tile);
 
 // Null when this build lacks the set. The caller has checked that the processor can run it.
 const KernelTable* table_scalar();

@@ -191,7 +191,8 @@ void StepRun::multiply_experts(const Stage& stage, const Op& op, const std::vect
             a.out = buffer_row(op.outputs[j], first);
             a.out_stride = m.w.rows;
             const int64_t panels = panel_count(m.w);
-            const int64_t claim = cell_size() <= kFewRows ? std::max(kFewRowsPanels, kBytesPerClaim / m.w.panel_bytes) : k_.panels_per_unit;
+            const int64_t claim =
+                cell_size() <= kFewRows ? std::max(kFewRowsPanels, kBytesPerClaim / m.w.panel_bytes) : panels_at_once(m.w);
             for (int64_t begin = 0; begin < panels; begin += claim)
                 units.push_back({args.size(), begin, std::min(panels, begin + claim)});
             args.push_back(a);

@@ -22,7 +22,7 @@ int64_t StepRun::panels_per_claim(const Weight& w, bool owned) const {
         const int64_t want = std::min(panels / (4 * threads), kBytesPerClaim / std::max<int64_t>(1, w.panel_bytes));
         return std::max(kFewRowsPanels, want / kFewRowsPanels * kFewRowsPanels);
     }
-    return std::clamp<int64_t>(owned ? panels : panels / (8 * threads), kLeastPanels, k_.panels_per_unit);
+    return std::clamp<int64_t>(owned ? panels : panels / (8 * threads), kLeastPanels, panels_at_once(w));
 }
 
 // Weight `w` for `rows` rows of the op's input from row, or slot, `first` on; x are the same rows quantised. Where to is up to the caller.

@@ -605,8 +605,8 @@ void linear(const KernelTable& k, Lines& lines) {
                         a.accumulate = (mode & 2) != 0;
                         a.row_map = mode & 2 ? reversed.data() : nullptr;
                         const int64_t panels = panel_count(weight.w);
-                        for (int64_t p = 0; p < panels; p += k.panels_per_unit)
-                            (use_int ? k.linear_int : k.linear_float)(&a, p, std::min<int64_t>(p + k.panels_per_unit, panels),
+                        for (int64_t p = 0; p < panels; p += panels_at_once(weight.w))
+                            (use_int ? k.linear_int : k.linear_float)(&a, p, std::min<int64_t>(p + panels_at_once(weight.w), panels),
                                                                       scratch.data());
                         (use_int ? integer : floats).values(out);
                     }

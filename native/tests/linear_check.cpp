@@ -89,7 +89,7 @@ struct Activations {
         for (float& v : x)
             v = around(2);
         for (float& s : scale)
-            s = std::fabs(around(0.05f));
+            s = std::ldexp(float(any(8, 15)), any(-13, -7));
         for (int64_t i = 0; i < rows * groups * 32; i++) {
             const int64_t row = i / cols, k = i % cols;
             q[size_t(i)] = int8_t(row % 5 == 1 ? 127 : row % 5 == 3 ? -127 : any(-127, 127));
@@ -115,7 +115,9 @@ std::vector<float> reference_int(const Weight& w, const Activations& a) {
                 for (int64_t k = g * w.group; k < (g + 1) * w.group; k++)
                     dot += code[size_t(k)] * a.q[size_t(t * a.cols + k)], sum += a.q[size_t(t * a.cols + k)];
                 const float a_scale = a.scale[size_t(t * a.view.s_stride + g * w.group / 32)];
-                acc = std::fma(float(dot), scale[size_t(g)] * a_scale, acc);
+                int e = 0;
+                const float mantissa = 2 * std::frexp(a_scale, &e);
+                acc = std::fma(std::ldexp(float(dot), e - 1), scale[size_t(g)] * mantissa, acc);
                 if (w.has_min)
                     acc = std::fma(min[size_t(g)], a_scale * float(sum), acc);
                 const int64_t k = (g + 1) * w.group, block = (k - 1) / kOutlierBlock;
@@ -261,7 +263,7 @@ void speed(const std::string& only, int threads) {
                 Weight w = packed.w;
                 const LinearArgs args{&w, tokens, &a.view, a.x.data(), cols, nullptr, out.data(), rows, nullptr, false, nullptr};
                 const int64_t unit =
-                    tokens > 6 ? table.panels_per_unit : std::max<int64_t>(1, std::min(panels / (4 * threads), kBlock / w.panel_bytes));
+                    tokens > 6 ? panels_at_once(packed.w) : std::max<int64_t>(1, std::min(panels / (4 * threads), kBlock / w.panel_bytes));
                 const int64_t passes = tokens > 6 ? 1 : copies;
                 double best = 1e30, plain = 1e30;
                 for (int repeat = 0; repeat < (tokens > 6 ? 9 : 7); repeat++) {

@@ -553,7 +553,7 @@ FAMILIES: dict[str, TinyHF] = {
     ),
     "qwen3moe": TinyHF(QWEN3_MOE, decoder(QWEN3_MOE, ATTENTION | NORMS | QK_NORMS) | mixture(QWEN3_MOE, "mlp", PROJECTIONS), ROUTER, 22),
     "mellum": TinyHF(MELLUM, decoder(MELLUM, ATTENTION | NORMS | QK_NORMS) | mixture(MELLUM, "mlp", PROJECTIONS), ROUTER, 24),
-    "gpt-oss": TinyHF(GPT_OSS, GPT_OSS_SHAPES, GPT_OSS_VALUES, seed=26),
+    "gpt-oss": TinyHF(GPT_OSS, GPT_OSS_SHAPES, GPT_OSS_VALUES, seed=27),
     "gemma3": TinyHF(GEMMA3, decoder(GEMMA3, ATTENTION | GATED | GEMMA_NORMS), {".*norm.weight": (0.0, 0.2)}, seed=3),
     "lfm2": TinyHF(LFM2, LFM2_SHAPES, {".*embed_tokens.*": (0.0, 0.4)}, seed=20),
     "qwen35": TinyHF(QWEN35, QWEN35_SHAPES, QWEN35_VALUES, seed=21),

@@ -27,6 +27,7 @@ F16_MAX = np.float32(65504)
 LANES = 16
 QUANT_GROUP = 32
 OUTLIER_BLOCK = 1024
+SCALE_FRACTION = np.int32(0xFFFFF)  # bits of an f32 that a scale of one of eight mantissas does not have
 
 
 def fma(a: F32 | np.float32, b: F32 | np.float32, c: F32 | np.float32) -> F32:
@@ -235,10 +236,10 @@ def quantise(x: F32) -> Quantised:
     np.put_along_axis(x, column, ZERO, axis=1)
     groups = x.reshape(x.shape[0], -1, QUANT_GROUP)
     amax = (groups.view(np.int32) & 0x7FFFFFFF).max(axis=-1).view(np.float32)
-    small = amax < np.float32(2.0**-64)
-    divisor = np.where(small, ONE, amax)
-    scale = np.where(small, ZERO, divisor / np.float32(127))
-    inverse = np.where(small, ZERO, np.float32(127) / divisor)
+    inside = (amax >= np.float32(2.0**-64)) & (amax < np.float32(2.0**96))
+    exact = np.where(inside, amax, ONE) / np.float32(127)
+    rounded = ((exact.view(np.int32) + SCALE_FRACTION) & ~SCALE_FRACTION).view(np.float32)
+    scale, inverse = np.where(inside, rounded, ZERO), np.where(inside, ONE / rounded, ZERO)
     codes = np.rint(groups * inverse[..., None]).astype(np.int8).reshape(x.shape)
     return Quantised(codes, scale, column, outlier)
 

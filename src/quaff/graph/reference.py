@@ -86,7 +86,8 @@ def linear_int(x: Quantised, w: ReferenceWeight) -> F32:
         # Integers below 2^53: exact in any order of summation.
         dot = (q[:, span].astype(np.float64) @ w.codes[:, span].T.astype(np.float64)).astype(np.float32)
         a = x.scale[:, g * group // 32, None]
-        acc = fma(dot, w.scale[None, :, g] * a, acc)
+        half, exponent = np.frexp(a)
+        acc = fma(np.ldexp(dot, exponent - 1), w.scale[None, :, g] * (half * np.float32(2)), acc)
         if w.min is not None:
             total = q[:, span].sum(axis=1, dtype=np.int64).astype(np.float32)[:, None]
             acc = fma(w.min[None, :, g], a * total, acc)

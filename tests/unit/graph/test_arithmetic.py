@@ -131,13 +131,29 @@ def test_quantise() -> None:
     x[2, 32:64] = np.float32(2.0**-65)
     rows = f32.quantise(x)
     q, scale = rows.codes, rows.scale
-    assert q.dtype == np.int8 and scale.shape == (5, 3) and np.abs(q.astype(int)).max() == 127
+    assert q.dtype == np.int8 and scale.shape == (5, 3) and 120 < np.abs(q.astype(int)).max() <= 127
     assert scale[1, 0] == 0 and not q[1, :32].any()
     assert scale[2, 1] == 0 and not q[2, 32:64].any()
     values = q.astype(np.float64) * np.repeat(scale, 32, axis=1)
     np.put_along_axis(values, rows.column, rows.outlier.astype(np.float64), axis=1)
     error = np.abs(values - x)
     assert np.all(error <= np.maximum(np.repeat(scale, 32, axis=1) * 0.5001, 2.0**-64))
+
+
+def test_scales_have_eight_mantissas() -> None:
+    """They are the least ones that no code exceeds 127 with, and codes are 0 where values are too small or too large for them."""
+    steps = np.arange(1, 2, 1 / 8, dtype=np.float32)
+    amax = np.concatenate([np.float32(127) * steps, 2.0 ** np.linspace(-70, 100, 3001, dtype=np.float32)])
+    x = np.zeros((len(amax), 64), dtype=np.float32)
+    x[:, 0], x[:, 32] = 2.0**127, amax  # the outlier, and a group of one value
+    rows = f32.quantise(x)
+    scale, code = rows.scale[:, 1], rows.codes[:, 32].astype(int)
+    inside = (amax >= np.float32(2.0**-64)) & (amax < np.float32(2.0**96))
+    assert scale[:8].tolist() == steps.tolist() and set(code[:8]) == {127}
+    assert not scale[~inside].any() and not code[~inside].any() and 0 < inside.sum() < len(amax)
+    mantissa, _ = np.frexp(scale[inside])
+    assert set((16 * mantissa).tolist()) == set(range(8, 16))
+    assert code[inside].max() == 127 and code[inside].min() == round(127 / 1.125)
 
 
 def test_the_largest_of_1024_activations_is_kept_apart() -> None:
@@ -148,11 +164,11 @@ def test_the_largest_of_1024_activations_is_kept_apart() -> None:
     rows = f32.quantise(x)
     assert rows.column.shape == rows.outlier.shape == (3, 3)
     assert rows.column[0, 1] == 1100 and rows.outlier[0, 1] == -80 and rows.codes[0, 1100] == 0
-    assert rows.column[1, 0] == 40 and rows.outlier[1, 0] == 3 and rows.codes[1, 500] == -127
+    assert rows.column[1, 0] == 40 and rows.outlier[1, 0] == 3 and rows.codes[1, 500] == -round(3 / (1.625 / 64))
     assert rows.column[2, 0] == 0 and rows.outlier[2, 0] == 0 and not rows.scale[2, :32].any()
     blocks = np.arange(2144) // 1024
     assert all(np.abs(x[i, blocks == b]).max() == abs(rows.outlier[i, b]) for i in range(3) for b in range(3))
-    assert rows.scale[0, 34] < 1 / 126, "the group of the outlier is as fine as its neighbours"
+    assert rows.scale[0, 34] <= 1 / 128, "the group of the outlier is as fine as its neighbours"
 
 
 def test_rope_turns_pairs() -> None:
