@@ -10,14 +10,21 @@ namespace quaff::linear {
 
 inline constexpr int64_t kMaxTokens = 8, kMaxPanels = 4, kMaxFloatPanels = 2; // no tile is larger
 inline constexpr int64_t kPreparedBytes = 448 << 10;                          // a part of the second-level cache
+inline constexpr int64_t kManyTokens = 40;                                    // worth scales times every mantissa
 static_assert(kQuantGroup == 32 && kLanes == 16);
 
-// Where a tile finds codes and scales: in the weight itself (few tokens, bound by memory), or prepared for many tokens.
+// Where a tile finds codes and scales: in the weight itself (few tokens, bound by memory), or prepared for more.
 enum class Source {
-    kPacked,   // planes and scale blocks, expanded in registers
-    kBook,     // the same, codes through a codebook
-    kPrepared, // one code a byte, f32 scales and minimums
+    kPacked,    // planes and scale blocks, expanded in registers
+    kBook,      // the same, codes through a codebook
+    kBytes,     // prepared: one code a byte, f32 scales and minimums
+    kBookBytes, // the same, what was a codebook's
+    kSteps,     // the same of any weight, scales times each mantissa that an activation scale may have
 };
+constexpr bool is_prepared(Source source) { return source != Source::kPacked && source != Source::kBook; }
+// Whether integer sums become f32 as parts of larger numbers (struct Cell).
+constexpr bool shifted(Source source) { return source != Source::kPacked && source != Source::kBytes; }
+constexpr int scale_steps(Source source) { return source == Source::kSteps ? kScaleSteps : 1; }
 
 // Panels side by side, from the first one of a call on.
 struct Panels {
@@ -29,7 +36,8 @@ struct Panels {
     Panels(const Weight& w, const uint8_t* codes) : data(codes), panel_stride(w.cols * kLanes), chunk_stride(kChunk * w.group / 32 * 512) {}
     const uint8_t* data;
     int64_t panel_stride, chunk_stride, codes_at = 0, last_codes_at = 0; // codes of a chunk of 16 groups, of a shorter last one
-    const float* scales = nullptr; // kPrepared: [panels of a tile][scale * mantissa, then min if any][group][panel][row]
+    const float* scales =
+        nullptr; // prepared: [panel][scale, then min if any][group][row]; kSteps: [panels of a tile][scale * mantissa, min][group][panel][row]
 };
 
 // Significant bits of a stored code as an operand: what fits an int16 pair of products depends on it (isa/dot_avx2.h).
@@ -42,14 +50,14 @@ constexpr int operand_bits(Codes codes, bool book) {
 // An integer sum that starts at the bits of 1.5 * 2^(23+e) is, read as an f32, that number plus dot * 2^e while |dot| < 2^22. So taking it away again
 // makes dot * 2^e, exact, for what a conversion to f32 costs: the activation scale 2^e * mantissa needs no product of its own where the
 // weights' scales times each mantissa were prepared.
-// Packed weights are multiplied by whole activation scales, which gives the same bits as long as no product is a denormal number: only weights of
-// codebooks may have scales so small.
+// For few tokens there is a product of whole scales, which gives the same bits as long as it is no denormal number: only weights of codebooks may have
+// scales so small.
 struct Cell {
     int32_t start[16]; // -offset * sum(q) of the weight group; where shifted plus the bits of 1.5 * 2^(23+e)
-    int32_t step[16];  // kPrepared: where the scales times the mantissa are, in floats; kBook: the mantissa's bits; kPacked: the scale's
-    float other[16];   // with minimums: scale of the enclosing 32 * float(sum(q)); without, where shifted: 1.5 * 2^(23+e)
+    int32_t
+        step[16]; // kSteps: where the scales times the mantissa are, in floats; else bits of the mantissa, where not shifted of the scale
+    float other[16]; // with minimums: scale of the enclosing 32 * float(sum(q)); without, where shifted: 1.5 * 2^(23+e)
 };
-constexpr bool shifted(Source source) { return source != Source::kPacked; }
 // Weights with minimums have no offset: the tile needs a start only where it is the 1.5 * 2^(23+e).
 constexpr bool can_have_min(Codes codes, bool book) {
     return !book && (codes == Codes::kNibble || codes == Codes::kNibbleBit || codes == Codes::kPair);
@@ -58,8 +66,8 @@ constexpr int kScaleShift = std::countr_zero(unsigned(kScaleFraction) + 1);
 static_assert(sizeof(Cell) == 192 && kOutlierBlock % (16 * kQuantGroup) == 0);
 
 QUAFF_INLINE int64_t cell_bytes(const Weight& w) { return (w.groups / 16 + 1) * kMaxTokens * int64_t(sizeof(Cell)); }
-QUAFF_INLINE int64_t code_bytes(const Weight& w) { return w.codes == Codes::kByte ? 0 : w.cols * kLanes; } // prepared, per panel
-QUAFF_INLINE int64_t scale_floats(const Weight& w) { return w.groups * kLanes * (kScaleSteps + w.has_min); }
+QUAFF_INLINE int64_t code_bytes(const Weight& w) { return w.codes == Codes::kByte ? 0 : w.cols * kLanes; }        // prepared, per panel
+QUAFF_INLINE int64_t scale_floats(const Weight& w, int steps) { return w.groups * kLanes * (steps + w.has_min); } // per panel
 
 struct Tokens {
     const int8_t* q;
@@ -206,6 +214,15 @@ struct Strides {
     int64_t panel, group, min;
 };
 
+template <class D, Source source, int G> QUAFF_INLINE constexpr Strides strides(int64_t groups, bool has_min) {
+    constexpr int64_t block = kOutlierBlock / G * kLanes;
+    if (!is_prepared(source))
+        return {2 * block, kLanes, block}; // of a block, in the tile itself
+    if (source != Source::kSteps)
+        return {groups * kLanes * (1 + has_min), kLanes, groups * kLanes};
+    return {kLanes, D::kPanels * kLanes, kScaleSteps * D::kPanels * kLanes * groups}; // a tile's panels lie side by side
+}
+
 // One outlier of each token times its dequantised weights of R panels. Scales and minimums are those of the block.
 template <class D, Codes codes, int G, bool book, bool has_min, int R, int T>
 QUAFF_INLINE void add_outliers(typename D::V::F (&acc)[R][T], typename D::Table table, int32_t offset, const Panels& p, const Tokens& x,
@@ -237,7 +254,7 @@ QUAFF_INLINE void add_outliers(typename D::V::F (&acc)[R][T], typename D::Table 
 template <class D, Source source, Codes form, int G, bool has_min, int R, int T>
 QUAFF_INLINE void int_tile(const LinearArgs& a, const Panels& p, const Tokens& x, int64_t panel, int64_t token) {
     using V = typename D::V;
-    constexpr bool prepared = source == Source::kPrepared, book = source == Source::kBook;
+    constexpr bool prepared = is_prepared(source), book = source == Source::kBook;
     constexpr int bits = operand_bits(form, book);
     constexpr Codes read = prepared ? Codes::kByte : form;
     constexpr int64_t group_bytes = code_group_bytes(read);
@@ -246,14 +263,12 @@ QUAFF_INLINE void int_tile(const LinearArgs& a, const Panels& p, const Tokens& x
     const int64_t groups = x.groups;
     constexpr int64_t block = kOutlierBlock / G; // groups
     constexpr bool starts = shifted(source) || !has_min;
-    constexpr int64_t P = D::kPanels;
-    constexpr Strides fixed = prepared ? Strides{kLanes, P * kLanes, 0} : Strides{2 * block * kLanes, kLanes, block * kLanes};
-    const Strides stride{fixed.panel, fixed.group, prepared ? kScaleSteps * P * kLanes * groups : fixed.min};
+    const Strides stride = strides<D, source, G>(groups, has_min);
     const Cell* cells = x.cells;
     typename D::Table table{};
     if constexpr (book)
         table = D::table(a.w->codebook);
-    alignas(64) float unpacked[prepared ? 1 : R * fixed.panel]; // of a block
+    alignas(64) float unpacked[prepared ? 1 : R * 2 * block * kLanes]; // scales and minimums of a block
 
     typename V::F acc[R][T];
 #pragma GCC unroll 4
@@ -314,7 +329,7 @@ QUAFF_INLINE void int_tile(const LinearArgs& a, const Panels& p, const Tokens& x
                             sum[r][t] = first ? V::iadd(sum[r][t], dot) : dot;
                         }
                 }
-                if constexpr (prepared)
+                if constexpr (shifted(source))
                     asm volatile("" ::: "memory"); // or the starts of all tokens, which are bases too, would stay in registers
 #pragma GCC unroll 4
                 for (int r = 0; r < R; r++) {
@@ -324,7 +339,8 @@ QUAFF_INLINE void int_tile(const LinearArgs& a, const Panels& p, const Tokens& x
                         const int32_t step = cells[t].step[i];
                         const typename V::F base = has_min ? V::from_bits(V::iset(cells[t].start[i])) : V::set(cells[t].other[i]);
                         const typename V::F dot = shifted(source) ? V::sub(V::from_bits(sum[r][t]), base) : V::to_float(sum[r][t]);
-                        const typename V::F scale = prepared ? V::load(at + step) : V::mul(V::load(at), V::from_bits(V::iset(step)));
+                        const typename V::F scale =
+                            source == Source::kSteps ? V::load(at + step) : V::mul(V::load(at), V::from_bits(V::iset(step)));
                         acc[r][t] = V::fma(dot, scale, acc[r][t]);
                     }
                     if constexpr (has_min) {
@@ -369,12 +385,13 @@ QUAFF_INLINE void int_tile(const LinearArgs& a, const Panels& p, const Tokens& x
 // by one: they are bound by memory, one panel is one stream of addresses, and the groups in flight hide the latency of the chains.
 template <class D, Source source, Codes codes, int G, bool has_min, int T>
 [[gnu::noinline]] static void int_panels(const LinearArgs& a, Panels p, const Tokens& x, int64_t panel, int64_t count, int64_t token) {
-    constexpr int R = source == Source::kPrepared ? D::kPanels : 1;
+    constexpr int R = is_prepared(source) ? D::kPanels : 1;
+    const int64_t tile_floats = R * scale_floats(*a.w, scale_steps(source)), panel_floats = strides<D, source, G>(x.groups, has_min).panel;
     static_assert(R <= kMaxPanels && T <= kMaxTokens);
-    for (; count >= R; count -= R, panel += R, p.data += R * p.panel_stride, p.scales += R * scale_floats(*a.w))
+    for (; count >= R; count -= R, panel += R, p.data += R * p.panel_stride, p.scales += tile_floats)
         int_tile<D, source, codes, G, has_min, R, T>(a, p, x, panel, token);
     if constexpr (R > 1)
-        for (; count; count--, panel++, p.data += p.panel_stride, p.scales += kLanes)
+        for (; count; count--, panel++, p.data += p.panel_stride, p.scales += panel_floats)
             int_tile<D, source, codes, G, has_min, 1, T>(a, p, x, panel, token);
 }
 
@@ -443,8 +460,8 @@ template <class D, Source source, int G>
                 V::istore(cell->start, V::iadd(start, base));
                 if (!a.w->has_min)
                     V::store(cell->other, V::from_bits(base));
-                V::istore(cell->step, source == Source::kPrepared ? V::imul(V::template shru<kScaleShift>(fraction), step_floats)
-                                                                  : V::ior(fraction, one));
+                V::istore(cell->step,
+                          source == Source::kSteps ? V::imul(V::template shru<kScaleShift>(fraction), step_floats) : V::ior(fraction, one));
             } else {
                 V::istore(cell->start, start);
                 V::istore(cell->step, bits);
@@ -464,25 +481,28 @@ template <class F> QUAFF_INLINE void each_chunk(const Weight& w, const uint8_t* 
         f(panel, g, w.groups - g < kChunk ? w.groups - g : kChunk);
 }
 
-// One panel for many tokens: scales times each mantissa and minimums as f32, one tile's panels side by side; codes as bytes, 512 per group of 32 (byte
-// codes stay where they are).
-template <class D, Codes codes, bool book>
+// One prepared panel: scales, times each mantissa or not, and minimums as f32; codes as bytes, 512 per group of 32 (byte codes stay where they are).
+template <class D, Source source, Codes codes, int G, bool book>
 [[gnu::noinline]] static void prepare_panel(const Weight& w, const uint8_t* panel, float* scales, uint8_t* to) {
     using V = typename D::V;
+    const Strides stride = strides<D, source, G>(w.groups, w.has_min);
     typename D::Table table{};
     if constexpr (book)
         table = D::table(w.codebook);
     each_chunk(w, panel, [&](const uint8_t* chunk, int64_t g, int64_t groups) {
-        alignas(64) float scale[kChunk * kLanes], min[kChunk * kLanes];
-        expand_scales<V>(w, chunk, groups, scale, min);
-        constexpr int64_t step = D::kPanels * kLanes;
-        float* at = scales + g * step;
-        for (int64_t i = 0; i < groups; i++, at += step) {
-            const typename V::F one = V::load(scale + i * kLanes);
-            for (int m = 0; m < kScaleSteps; m++)
-                V::store(at + m * step * w.groups, V::mul(one, V::set(1.0f + float(m) / kScaleSteps)));
-            if (w.has_min)
-                V::store(at + kScaleSteps * step * w.groups, V::load(min + i * kLanes));
+        float* at = scales + g * stride.group;
+        if constexpr (source == Source::kSteps) {
+            alignas(64) float scale[kChunk * kLanes], min[kChunk * kLanes];
+            expand_scales<V>(w, chunk, groups, scale, min);
+            for (int64_t i = 0; i < groups; i++, at += stride.group) {
+                const typename V::F one = V::load(scale + i * kLanes);
+                for (int m = 0; m < kScaleSteps; m++)
+                    V::store(at + m * stride.group * w.groups, V::mul(one, V::set(1.0f + float(m) / kScaleSteps)));
+                if (w.has_min)
+                    V::store(at + stride.min, V::load(min + i * kLanes));
+            }
+        } else {
+            expand_scales<V>(w, chunk, groups, at, at + stride.min);
         }
         if constexpr (codes != Codes::kByte) {
             const uint8_t* from = chunk + chunk_codes_at(w, groups);
@@ -528,32 +548,36 @@ struct Ahead {
     int64_t bytes, done = 0;
 };
 
-// Many tokens: a few panels are prepared in scratch and stay in L2 while all tokens pass.
-template <class D> static void many_tokens(const LinearArgs& a, Tokens& x, int64_t panel0, int64_t panel1, uint8_t* scratch) {
+// More tokens: some panels are prepared in scratch and stay in L2 while all tokens pass.
+template <class D, Source source>
+static void prepared_tokens(const LinearArgs& a, Tokens& x, int64_t panel0, int64_t panel1, uint8_t* scratch) {
     const Weight& w = *a.w;
     auto* scales = reinterpret_cast<float*>(scratch);
-    const int64_t at_once = panels_at_once(w);
-    auto* codes_at = reinterpret_cast<uint8_t*>(scales + at_once * scale_floats(w));
+    const int64_t fit = panels_at_once(w), at_once = source == Source::kSteps || fit < 4 ? fit : 4;
+    const int64_t panel_floats = scale_floats(w, scale_steps(source));
+    auto* codes_at = reinterpret_cast<uint8_t*>(scales + at_once * panel_floats);
     with_form(w, [&]<Codes codes, int G, bool book>() {
         constexpr Codes form =
             D::template kSteps<operand_bits(codes, book)> == 8 ? Codes::kNibble : codes; // tiles that differ in nothing are one
         constexpr Codes read = operand_bits(codes, book) == 8 ? Codes::kByte : form;
         const int32_t offset = operand_bits(codes, book) == 8 ? D::kWideOffset : w.offset;
+        constexpr Source from = source == Source::kBytes && book ? Source::kBookBytes : source;
+        const int64_t stride = strides<D, from, G>(w.groups, w.has_min).panel;
         for (int64_t panel = panel0; panel < panel1; panel += at_once) {
             const int64_t count = panel1 - panel < at_once ? panel1 - panel : at_once;
             Panels p = codes == Codes::kByte ? Panels(w, panel) : Panels(w, codes_at);
             p.scales = scales;
             for (int64_t i = 0; i < count; i++)
-                prepare_panel<D, codes, book>(w, w.data + (panel + i) * w.panel_bytes,
-                                              scales + i / D::kPanels * D::kPanels * scale_floats(w) + i % D::kPanels * kLanes,
-                                              codes_at + i * code_bytes(w));
+                prepare_panel<D, from, codes, G, book>(w, w.data + (panel + i) * w.panel_bytes,
+                                                       scales + i / D::kPanels * D::kPanels * panel_floats + i % D::kPanels * stride,
+                                                       codes_at + i * code_bytes(w));
             Ahead ahead(a, panel + count, count);
             for (int64_t token = 0; token < a.rows; token += D::kTokens) {
                 const int64_t tokens = a.rows - token < D::kTokens ? a.rows - token : D::kTokens;
-                prepare_tokens<D, Source::kPrepared, G>(a, offset, token, tokens, x);
+                prepare_tokens<D, from, G>(a, offset, token, tokens, x);
                 ahead.fetch(a.rows / D::kTokens + 1);
-                with_min<codes, book>(
-                    w, [&]<bool has_min>() { int_tokens<D, Source::kPrepared, read, G, has_min>(a, p, x, panel, count, token, tokens); });
+                with_min<codes, book>(w,
+                                      [&]<bool has_min>() { int_tokens<D, from, read, G, has_min>(a, p, x, panel, count, token, tokens); });
             }
         }
     });
@@ -565,8 +589,10 @@ template <class D> static void linear_int(const LinearArgs* args, int64_t panel0
     x.groups = a.w->groups, x.cells = reinterpret_cast<Cell*>(scratch);
     if (a.rows <= D::kTokens)
         few_tokens<D>(a, x, panel0, panel1);
+    else if (a.rows < kManyTokens)
+        prepared_tokens<D, Source::kBytes>(a, x, panel0, panel1, scratch + cell_bytes(*a.w));
     else
-        many_tokens<D>(a, x, panel0, panel1, scratch + cell_bytes(*a.w));
+        prepared_tokens<D, Source::kSteps>(a, x, panel0, panel1, scratch + cell_bytes(*a.w));
 }
 
 // R panels x T tokens of float weights: a chain from +0 per block of 128 k, block sums added in order to a total that starts at +0.
