@@ -17,7 +17,7 @@ from quaff.graph.lowering import BLOCKS, lower
 from quaff.graph.reference import linear_float, linear_int
 
 F32 = NDArray[np.float32]
-TOKENS = [1, 2, 3, 4, 6, 7, 13]  # every tile of tokens, alone and as a remainder
+TOKENS = [1, 2, 3, 4, 6, 7, 13, 47]  # every tile of tokens, alone and as a remainder; packed weights, plain scales, scales times mantissas
 FLOATS = (Type.F32, Type.F16, Type.BF16)
 LOWERED = tuple(kind for kind in QUANTISED if int(kind) in BLOCKS)
 EPS = 1e-5
@@ -71,15 +71,29 @@ def test_integer_weights(kind: Type, tokens: int) -> None:
     assert multiply(x, bias, kind, data, True, threads=2).tobytes() == reference(x, bias, kind, data, True).tobytes()
 
 
-def test_the_comparison_sees_other_outliers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The control: the largest of every 256 activations kept apart instead of every 1,024."""
+@pytest.mark.parametrize("tokens", [1, 13, 47])
+def test_scales_that_are_denormal_numbers(tokens: int) -> None:
+    """Only the exponents of MXFP4 make such products of scales; few and many rows must round them alike."""
+    rng = np.random.default_rng(tokens)
+    data = random_blocks(Type.MXFP4, 50, 96, rng, tame=True)
+    data.reshape(50, 3, -1)[..., 0] = rng.integers(0, 12, (50, 3))
+    x, bias = rng.standard_normal((tokens, 96)).astype(np.float32), np.zeros(50, np.float32)
+    found = multiply(x, bias, Type.MXFP4, data, True, threads=1)
+    assert found.tobytes() == reference(x, bias, Type.MXFP4, data, True).tobytes()
+    assert 0 < np.abs(found).max() < 2.0**-100
+
+
+@pytest.mark.parametrize("tokens", [3, 47])
+@pytest.mark.parametrize(("name", "value"), [("OUTLIER_BLOCK", 256), ("SCALE_FRACTION", np.int32(0x1FFFFF))])
+def test_the_comparison_sees_other_rounding(name: str, value: object, tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The control: the largest of every 256 activations kept apart instead of every 1,024; scales of four mantissas instead of eight."""
     rng = np.random.default_rng(0)
-    x, data = rng.standard_normal((3, 512)).astype(np.float32), random_blocks(Type.Q4_1, 20, 512, rng, tame=True)
-    bias = np.zeros(20, np.float32)
+    x, data = rng.standard_normal((tokens, 512)).astype(np.float32), random_blocks(Type.Q4_1, 50, 512, rng, tame=True)
+    bias = np.zeros(50, np.float32)
     found = multiply(x, bias, Type.Q4_1, data, True, threads=1)
     assert found.tobytes() == reference(x, bias, Type.Q4_1, data, True).tobytes()
     for module in (arithmetic, plain):
-        monkeypatch.setattr(module, "OUTLIER_BLOCK", 256)
+        monkeypatch.setattr(module, name, value, raising=False)
     assert found.tobytes() != reference(x, bias, Type.Q4_1, data, True).tobytes()
 
 
@@ -91,11 +105,12 @@ def test_float_activations(kind: Type) -> None:
 
 @pytest.mark.parametrize("int8", [True, False])
 @pytest.mark.parametrize("kind", QUANTISED, ids=lambda kind: kind.name)
-def test_a_row_does_not_see_its_neighbours(kind: Type, int8: bool) -> None:
-    """Every type, also those without a Python lowering: 13 rows at once equal one row at a time."""
-    x, bias, data = case(kind, 13)
+@pytest.mark.parametrize("tokens", [13, 47])
+def test_a_row_does_not_see_its_neighbours(kind: Type, int8: bool, tokens: int) -> None:
+    """Every type, also those without a Python lowering: many rows at once equal one row at a time."""
+    x, bias, data = case(kind, tokens)
     together = multiply(x, bias, kind, data, int8, threads=1)
-    alone = [multiply(x[t : t + 1], bias, kind, data, int8, threads=1) for t in range(13)]
+    alone = [multiply(x[t : t + 1], bias, kind, data, int8, threads=1) for t in range(tokens)]
     assert together.tobytes() == np.concatenate(alone).tobytes()
 
 
