@@ -10,7 +10,7 @@ int64_t panels_at_once(const Weight& w) {
     if (!is_integer(w.codes))
         return linear::kMaxPanels;
     const int64_t fit = linear::kPreparedBytes / (w.cols * kLanes + linear::scale_floats(w, kScaleSteps) * int64_t(sizeof(float)));
-    return std::clamp<int64_t>(fit / 2 * 2, 2, 16);
+    return std::clamp<int64_t>(fit / 2 * 2, 2, std::min<int64_t>(16, (panel_count(w) + 1) / 2 * 2));
 }
 
 size_t linear_scratch_bytes(const Weight& w) {

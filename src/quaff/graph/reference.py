@@ -87,7 +87,8 @@ def linear_int(x: Quantised, w: ReferenceWeight) -> F32:
         dot = (q[:, span].astype(np.float64) @ w.codes[:, span].T.astype(np.float64)).astype(np.float32)
         a = x.scale[:, g * group // 32, None]
         half, exponent = np.frexp(a)
-        acc = fma(np.ldexp(dot, exponent - 1), w.scale[None, :, g] * (half * np.float32(2)), acc)
+        scaled, mantissa = np.ldexp(dot, exponent - 1).astype(np.float32), (half * 2).astype(np.float32)
+        acc = fma(scaled, w.scale[None, :, g] * mantissa, acc)
         if w.min is not None:
             total = q[:, span].sum(axis=1, dtype=np.int64).astype(np.float32)[:, None]
             acc = fma(w.min[None, :, g], a * total, acc)

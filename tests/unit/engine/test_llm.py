@@ -469,7 +469,7 @@ def test_requests_wait_for_memory_that_others_will_give_back(path: Path) -> None
         params = SamplingParams(max_tokens=20, ignore_eos=True)
         alone = [llm.generate(prompt(300, 100, seed=i), params).tokens for i in range(3)]
         # Room for one request of two pages and what it has already, not for two.
-        llm.accountant.limit_bytes = llm.accountant.used_bytes + 3 * llm.engine.cache.pools[0].page_bytes
+        llm.accountant.limit_bytes = llm.accountant.total_bytes + 3 * llm.engine.cache.pools[0].page_bytes
         together = llm.generate([prompt(300, 100, seed=i) for i in range(3)], params)
         assert [c.tokens for c in together] == alone
         assert max(llm.engine.cache.pages_in_use) == 0
@@ -479,7 +479,7 @@ def test_what_fits_nowhere_fails_alone(path: Path) -> None:
     with quaff.load(path, threads=1, chunk=16) as llm:
         params = SamplingParams(max_tokens=5, ignore_eos=True)
         llm.generate(prompt(300, 100), params)
-        llm.accountant.limit_bytes = llm.accountant.used_bytes + 3 * llm.engine.cache.pools[0].page_bytes
+        llm.accountant.limit_bytes = llm.accountant.total_bytes + 3 * llm.engine.cache.pools[0].page_bytes
         small, large = llm.generate([prompt(300, 100), prompt(300, 1000)], params)
         assert (small.finish_reason, large.finish_reason) == ("length", "error")
         assert isinstance(large.error, MemoryBudgetError)

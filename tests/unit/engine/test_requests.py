@@ -206,13 +206,13 @@ def test_alone_a_request_may_generate_as_much_as_there_is_room_for(llm: LLM) -> 
     llm.generate(tokens, SamplingParams(max_tokens=40, ignore_eos=True))
     full = llm.engine.submit(tokens, params=replace(wanted, max_tokens=200))
     llm.engine.run([full])
-    llm.accountant.limit_bytes = llm.accountant.used_bytes + llm.engine.cache.peak_bytes(180, llm.engine.block_rows) + 1000
+    llm.accountant.limit_bytes = llm.accountant.total_bytes + llm.engine.cache.peak_bytes(180, llm.engine.block_rows) + 1000
     request = llm.engine.submit(tokens, params=wanted)
     llm.engine.run([request])
     assert request.finish_reason == "length" and request.error is None
     assert 128 <= request.reserved <= 192 and len(request.tokens) == request.reserved + 1  # pages are whole
     assert generated(full)[: request.generated] == generated(request)
-    llm.accountant.limit_bytes = llm.accountant.used_bytes + llm.engine.cache.peak_bytes(60, llm.engine.block_rows)
+    llm.accountant.limit_bytes = llm.accountant.total_bytes + llm.engine.cache.peak_bytes(60, llm.engine.block_rows)
     refused = llm.engine.submit(tokens, params=wanted)
     llm.engine.run([refused])
     assert isinstance(refused.error, MemoryBudgetError)
@@ -232,7 +232,7 @@ def test_those_that_came_last_give_way_and_answer_the_same(llm: LLM, monkeypatch
         alone.append((request.tokens, request.logprobs, request.prompt_logprobs))
     # Room for the prompts of all, not for their answers.
     need = llm.engine.cache.peak_bytes(128, llm.engine.block_rows) * 3
-    llm.accountant.limit_bytes = llm.accountant.used_bytes + need + llm.engine.cache.states.slot_bytes
+    llm.accountant.limit_bytes = llm.accountant.total_bytes + need + llm.engine.cache.states.slot_bytes
     before = llm.engine.preemptions
     requests = []
     for i, (ids, params) in enumerate(zip(prompts, each, strict=True)):
