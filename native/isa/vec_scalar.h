@@ -102,9 +102,11 @@ struct VecScalar {
     QUAFF_INLINE static I iota() { return {I4{0, 1, 2, 3}, I4{4, 5, 6, 7}, I4{8, 9, 10, 11}, I4{12, 13, 14, 15}}; }
     QUAFF_INLINE static I iload(const int32_t* p) { return get<I>(p); }
     QUAFF_INLINE static void istore(int32_t* p, I v) { __builtin_memcpy(p, &v, sizeof v); }
-    QUAFF_INLINE static I iadd(I x, I y) { return {x.a + y.a, x.b + y.b, x.c + y.c, x.d + y.d}; }
+    QUAFF_INLINE static I iadd(I x, I y) { // wraps, as everywhere
+        return {(I4)((U4)x.a + (U4)y.a), (I4)((U4)x.b + (U4)y.b), (I4)((U4)x.c + (U4)y.c), (I4)((U4)x.d + (U4)y.d)};
+    }
     QUAFF_INLINE static I isub(I x, I y) { return {x.a - y.a, x.b - y.b, x.c - y.c, x.d - y.d}; }
-    QUAFF_INLINE static I imul(I x, I y) { // wraps, as everywhere
+    QUAFF_INLINE static I imul(I x, I y) {
         return {(I4)((U4)x.a * (U4)y.a), (I4)((U4)x.b * (U4)y.b), (I4)((U4)x.c * (U4)y.c), (I4)((U4)x.d * (U4)y.d)};
     }
     QUAFF_INLINE static I imax(I x, I y) { return pick(igt(x, y), x, y); }
