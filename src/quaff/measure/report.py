@@ -137,7 +137,7 @@ def _binding(report: BenchReport) -> list[str]:
 
 
 def _control(report: BenchReport) -> list[str]:
-    """Each batched prompt beside the token-major control of the same run."""
+    """Each batched prompt beside the token-major control of the same run, by medians."""
     out = []
     for r in report.results:
         control = report.find(r.test, r.threads, "token")
@@ -145,7 +145,7 @@ def _control(report: BenchReport) -> list[str]:
             continue
         bytes_ratio = control.counters.weight_bytes_touched / max(1, r.counters.weight_bytes_touched)
         out.append(
-            f"{r.test} on {counted(r.threads, 'thread')}: {r.schedule}-major is {r.mean / control.mean:.1f}x the token-major control "
+            f"{r.test} on {counted(r.threads, 'thread')}: {r.schedule}-major is {r.median / control.median:.1f}x the token-major control "
             f"(predicted from the ceilings {report.bound(control).seconds / report.bound(r).seconds:.1f}x) "
             f"and touches 1/{bytes_ratio:.4g} of its weight bytes"
         )
