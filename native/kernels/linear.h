@@ -36,8 +36,8 @@ struct Panels {
     Panels(const Weight& w, const uint8_t* codes) : data(codes), panel_stride(w.cols * kLanes), chunk_stride(kChunk * w.group / 32 * 512) {}
     const uint8_t* data;
     int64_t panel_stride, chunk_stride, codes_at = 0, last_codes_at = 0; // codes of a chunk of 16 groups, of a shorter last one
-    const float* scales =
-        nullptr; // prepared: [panel][scale, then min if any][group][row]; kSteps: [panels of a tile][scale * mantissa, min][group][panel][row]
+    // Prepared: [panel][scale, then min if any][group][row]; kSteps: [panels of a tile][scale * mantissa, then min if any][group][panel][row].
+    const float* scales = nullptr;
 };
 
 // Significant bits of a stored code as an operand: what fits an int16 pair of products depends on it (isa/dot_avx2.h).
@@ -54,9 +54,8 @@ constexpr int operand_bits(Codes codes, bool book) {
 // scales so small.
 struct Cell {
     int32_t start[16]; // -offset * sum(q) of the weight group; where shifted plus the bits of 1.5 * 2^(23+e)
-    int32_t
-        step[16]; // kSteps: where the scales times the mantissa are, in floats; else bits of the mantissa, where not shifted of the scale
-    float other[16]; // with minimums: scale of the enclosing 32 * float(sum(q)); without, where shifted: 1.5 * 2^(23+e)
+    int32_t step[16];  // kSteps: where scales times the mantissa are, in floats; else its bits; where not shifted the scale's
+    float other[16];   // with minimums: scale of the enclosing 32 * float(sum(q)); without, where shifted: 1.5 * 2^(23+e)
 };
 // Weights with minimums have no offset: the tile needs a start only where it is the 1.5 * 2^(23+e).
 constexpr bool can_have_min(Codes codes, bool book) {
