@@ -54,9 +54,9 @@ def compute(cache: PageCache, sequence: int, tokens: Sequence[int], start: int =
     for i in range(start, len(tokens)):
         seed = int.from_bytes(hashlib.sha256(np.array(tokens[: i + 1], "<i4")).digest()[:8], "little")
         for k, kind in enumerate(cache.kinds):
-            keys, values = split_page(cache.pools[k].view(int(tables[k][i // PAGE])), kind)
-            keys[..., i % PAGE, :] = (seed + k) % 60000
-            values[..., i % PAGE, :] = (seed >> 16) % 60000
+            parts = split_page(cache.pools[k].view(int(tables[k][i // PAGE])), kind)
+            for part, value in zip(parts, (seed + k, seed >> 16, seed >> 8, seed >> 24), strict=False):
+                part[..., i % PAGE // 2, i % 2, :] = value % 60000
     for pool, table in zip(cache.states.pools, states, strict=True):
         for rows, slot in table[1:].reshape(-1, 2).tolist():
             end = start + rows

@@ -30,6 +30,13 @@ void bind_machine(nb::module_& m) {
         },
         "threads"_a, "seconds"_a, released);
     m.def(
+        "measure_int16",
+        [check](int threads, double s) {
+            check(threads, s > 0 && s <= 60);
+            return measure_int16(threads, s);
+        },
+        "threads"_a, "seconds"_a, released);
+    m.def(
         "measure_fma",
         [check](int threads, double s) {
             check(threads, s > 0 && s <= 60);

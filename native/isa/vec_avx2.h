@@ -93,6 +93,7 @@ struct VecAvx2 {
     }
     QUAFF_INLINE static F to_float(I x) { return {_mm256_cvtepi32_ps(x.a), _mm256_cvtepi32_ps(x.b)}; }
     QUAFF_INLINE static I to_int(F x) { return {_mm256_cvtps_epi32(x.a), _mm256_cvtps_epi32(x.b)}; } // integral values of |x| < 2^31
+    QUAFF_INLINE static I round(F x) { return to_int(x); }                                           // nearest even, |x| < 2^31
     QUAFF_INLINE static I bits(F x) { return {_mm256_castps_si256(x.a), _mm256_castps_si256(x.b)}; }
     QUAFF_INLINE static F from_bits(I x) { return {_mm256_castsi256_ps(x.a), _mm256_castsi256_ps(x.b)}; }
 
@@ -117,6 +118,25 @@ struct VecAvx2 {
         const __m128i low = _mm_packs_epi32(_mm256_castsi256_si128(v.a), _mm256_extracti128_si256(v.a, 1));
         const __m128i high = _mm_packs_epi32(_mm256_castsi256_si128(v.b), _mm256_extracti128_si256(v.b, 1));
         _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm_packs_epi16(low, high));
+    }
+    QUAFF_INLINE static void store_i16(int16_t* p, I v) { // values of 16 bits
+        _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm256_permute4x64_epi64(_mm256_packs_epi32(v.a, v.b), 0xd8));
+    }
+    // 16 pairs of 16-bit codes; to sums, integers held as bits, products of pairs are added.
+    using Pairs = I;
+    QUAFF_INLINE static Pairs load_pairs(const int16_t* p) {
+        return {_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)), _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p + 16))};
+    }
+    QUAFF_INLINE static __m256i set_pair(const int16_t* p) {
+        int32_t both;
+        __builtin_memcpy(&both, p, 4);
+        return _mm256_set1_epi32(both);
+    }
+    QUAFF_INLINE static F dot_pairs(F sum, Pairs x, __m256i pair) { // as in VecAvx512
+        __m256i product;
+        asm("vpmaddwd %3, %2, %1\n\tvpaddd %1, %0, %0" : "+x"(sum.a), "=&x"(product) : "x"(x.a), "x"(pair));
+        asm("vpmaddwd %3, %2, %1\n\tvpaddd %1, %0, %0" : "+x"(sum.b), "=&x"(product) : "x"(x.b), "x"(pair));
+        return sum;
     }
 
     // Folds of NUMERICS 6: lanes j and j + w for w = 8, 4, 2, 1.
@@ -171,6 +191,14 @@ private:
 };
 
 // A type of its own, so that templates compiled with -mavxvnni never share a symbol with the plain AVX2 ones.
-struct VecAvxVnni : VecAvx2 {};
+struct VecAvxVnni : VecAvx2 {
+#ifdef __AVXVNNI__
+    QUAFF_INLINE static F dot_pairs(F sum, Pairs x, __m256i pair) { // as in VecAvx512
+        asm("vpdpwssd %2, %1, %0" : "+x"(sum.a) : "x"(x.a), "x"(pair));
+        asm("vpdpwssd %2, %1, %0" : "+x"(sum.b) : "x"(x.b), "x"(pair));
+        return sum;
+    }
+#endif
+};
 
 } // namespace quaff::isa

@@ -70,6 +70,7 @@ struct VecAvx512 {
     }
     QUAFF_INLINE static F to_float(I a) { return _mm512_cvtepi32_ps(a); }
     QUAFF_INLINE static I to_int(F a) { return _mm512_cvtps_epi32(a); } // integral values of |a| < 2^31
+    QUAFF_INLINE static I round(F a) { return _mm512_cvtps_epi32(a); }  // nearest even, |a| < 2^31
     QUAFF_INLINE static I bits(F a) { return _mm512_castps_si512(a); }
     QUAFF_INLINE static F from_bits(I a) { return _mm512_castsi512_ps(a); }
 
@@ -83,6 +84,20 @@ struct VecAvx512 {
     QUAFF_INLINE static I load_i8(const int8_t* p) { return _mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))); }
     QUAFF_INLINE static I load_u8(const uint8_t* p) { return _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))); }
     QUAFF_INLINE static void store_i8(int8_t* p, I v) { _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtepi32_epi8(v)); }
+    QUAFF_INLINE static void store_i16(int16_t* p, I v) { _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtepi32_epi16(v)); }
+    // 16 pairs of 16-bit codes; to sums, integers held as bits, products of pairs are added.
+    using Pairs = I;
+    QUAFF_INLINE static Pairs load_pairs(const int16_t* p) { return _mm512_loadu_si512(p); }
+    QUAFF_INLINE static I set_pair(const int16_t* p) {
+        int32_t both;
+        __builtin_memcpy(&both, p, 4);
+        return iset(both);
+    }
+    QUAFF_INLINE static F dot_pairs(F sum, Pairs x,
+                                    I pair) { // the intrinsic takes integers, and g++ 12 then keeps arrays of sums in memory too
+        asm("vpdpwssd %2, %1, %0" : "+v"(sum) : "v"(x), "v"(pair));
+        return sum;
+    }
 
     // Folds of NUMERICS 6: lanes j and j + w for w = 8, 4, 2, 1.
     QUAFF_INLINE static float sum(F v) {

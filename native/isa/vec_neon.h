@@ -97,7 +97,10 @@ struct VecNeon {
     QUAFF_INLINE static F to_float(I x) { return {vcvtq_f32_s32(x.a), vcvtq_f32_s32(x.b), vcvtq_f32_s32(x.c), vcvtq_f32_s32(x.d)}; }
     QUAFF_INLINE static I to_int(F x) {
         return {vcvtq_s32_f32(x.a), vcvtq_s32_f32(x.b), vcvtq_s32_f32(x.c), vcvtq_s32_f32(x.d)};
-    } // integral values of |x| < 2^31
+    }                                  // integral values of |x| < 2^31
+    QUAFF_INLINE static I round(F x) { // nearest even, |x| < 2^31
+        return {vcvtnq_s32_f32(x.a), vcvtnq_s32_f32(x.b), vcvtnq_s32_f32(x.c), vcvtnq_s32_f32(x.d)};
+    }
     QUAFF_INLINE static I bits(F x) {
         return {vreinterpretq_s32_f32(x.a), vreinterpretq_s32_f32(x.b), vreinterpretq_s32_f32(x.c), vreinterpretq_s32_f32(x.d)};
     }
@@ -131,6 +134,28 @@ struct VecNeon {
     QUAFF_INLINE static void store_i8(int8_t* p, I v) { // values in [-128, 127]
         const int16x8_t x = vmovn_high_s32(vmovn_s32(v.a), v.b), y = vmovn_high_s32(vmovn_s32(v.c), v.d);
         vst1q_s8(p, vmovn_high_s16(vmovn_s16(x), y));
+    }
+    QUAFF_INLINE static void store_i16(int16_t* p, I v) { // values of 16 bits
+        vst1q_s16(p, vmovn_high_s32(vmovn_s32(v.a), v.b));
+        vst1q_s16(p + 8, vmovn_high_s32(vmovn_s32(v.c), v.d));
+    }
+    // 16 pairs of 16-bit codes, first and second ones apart; to sums, integers held as bits, products of pairs are added.
+    struct Pairs {
+        int16x8x2_t a, b;
+    };
+    QUAFF_INLINE static Pairs load_pairs(const int16_t* p) { return {vld2q_s16(p), vld2q_s16(p + 16)}; }
+    QUAFF_INLINE static int16x4_t set_pair(const int16_t* p) {
+        int32_t both;
+        __builtin_memcpy(&both, p, 4);
+        return vreinterpret_s16_s32(vdup_n_s32(both));
+    }
+    QUAFF_INLINE static F dot_pairs(F bits_of_sum, Pairs x, int16x4_t pair) {
+        I sum = bits(bits_of_sum);
+        sum = {vmlal_lane_s16(sum.a, vget_low_s16(x.a.val[0]), pair, 0), vmlal_high_lane_s16(sum.b, x.a.val[0], pair, 0),
+               vmlal_lane_s16(sum.c, vget_low_s16(x.b.val[0]), pair, 0), vmlal_high_lane_s16(sum.d, x.b.val[0], pair, 0)};
+        sum = {vmlal_lane_s16(sum.a, vget_low_s16(x.a.val[1]), pair, 1), vmlal_high_lane_s16(sum.b, x.a.val[1], pair, 1),
+               vmlal_lane_s16(sum.c, vget_low_s16(x.b.val[1]), pair, 1), vmlal_high_lane_s16(sum.d, x.b.val[1], pair, 1)};
+        return from_bits(sum);
     }
 
     // Folds of NUMERICS 6: lanes j and j + w for w = 8, 4, 2, 1.

@@ -131,6 +131,7 @@ struct VecScalar {
         return {__builtin_convertvector(x.a, I4), __builtin_convertvector(x.b, I4), __builtin_convertvector(x.c, I4),
                 __builtin_convertvector(x.d, I4)};
     }
+    QUAFF_INLINE static I round(F x) { return to_int(rint(x)); } // nearest even, |x| < 2^31
     QUAFF_INLINE static I bits(F x) { return {(I4)x.a, (I4)x.b, (I4)x.c, (I4)x.d}; }
     QUAFF_INLINE static F from_bits(I x) { return {(F4)x.a, (F4)x.b, (F4)x.c, (F4)x.d}; }
 
@@ -166,6 +167,24 @@ struct VecScalar {
         for (int i = 0; i < kLanes; ++i) {
             p[i] = static_cast<int8_t>(lanes[i]);
         }
+    }
+    QUAFF_INLINE static void store_i16(int16_t* p, I v) {
+        int32_t lanes[kLanes];
+        istore(lanes, v);
+        for (int i = 0; i < kLanes; ++i) {
+            p[i] = static_cast<int16_t>(lanes[i]);
+        }
+    }
+    // 16 pairs of 16-bit codes; to sums, integers held as bits, products of pairs are added.
+    using Pairs = I;
+    QUAFF_INLINE static Pairs load_pairs(const int16_t* p) { return get<I>(p); }
+    QUAFF_INLINE static I4 set_pair(const int16_t* p) {
+        int32_t both;
+        __builtin_memcpy(&both, p, 4);
+        return I4{both, both, both, both};
+    }
+    QUAFF_INLINE static F dot_pairs(F sum, Pairs x, I4 pair) {
+        return from_bits(iadd(bits(sum), {products(x.a, pair), products(x.b, pair), products(x.c, pair), products(x.d, pair)}));
     }
 
     // Folds of NUMERICS 6: lanes j and j + w for w = 8, 4, 2, 1.
@@ -216,6 +235,13 @@ private:
     }
     QUAFF_INLINE static I pick(M m, I yes, I no) {
         return {(m.a & yes.a) | (~m.a & no.a), (m.b & yes.b) | (~m.b & no.b), (m.c & yes.c) | (~m.c & no.c), (m.d & yes.d) | (~m.d & no.d)};
+    }
+    QUAFF_INLINE static I4 products(I4 x, I4 y) {
+#if defined(__SSE2__)
+        return (I4)_mm_madd_epi16((__m128i)x, (__m128i)y);
+#else
+        return (I4)((U4)(x << 16 >> 16) * (U4)(y << 16 >> 16) + (U4)(x >> 16) * (U4)(y >> 16));
+#endif
     }
     QUAFF_INLINE static float larger(float x, float y) { return x > y ? x : y; }
     QUAFF_INLINE static F4 root(F4 x) {

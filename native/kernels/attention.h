@@ -1,8 +1,11 @@
-// NUMERICS 16: exact attention of a tile of query vectors over pages of 64 positions. A page is reduced alone and pages merge in ascending order,
-// so a row's result depends neither on the rows beside it nor on how rows were cut into tiles.
+// NUMERICS 16: attention of a tile of query vectors over pages of 64 positions. A page is reduced alone and pages merge in ascending order,
+// so a row's result depends neither on the rows beside it nor on how rows were cut into tiles. Pages hold codes of 13 bits, two positions or two
+// dimensions beside each other, because instructions that multiply pairs of 16 bits do twice what an f32 fma does; sums of codes are exact.
 #pragma once
 #include "functions.h"
 #include "table.h"
+
+#include <type_traits>
 
 namespace quaff::kernels {
 
@@ -16,8 +19,38 @@ template <int J, class Fn> QUAFF_INLINE void walk_blocks(int from, int to, Fn f)
         walk_blocks<J / 2>(from, to, f);
 }
 
-template <class V> QUAFF_INLINE typename V::F load_value(const uint16_t* p) { return V::load_f16(p); }
-template <class V> QUAFF_INLINE typename V::F load_value(const float* p) { return V::load(p); }
+// 2^x for x <= 0, +0 below kPowerMin: probabilities of scores in units of ln 2.
+template <class V> QUAFF_INLINE typename V::F power(typename V::F x) {
+    const auto n = V::rint(x), r = V::sub(x, n);
+    auto y = V::fma(V::set(kPowerC5), r, V::set(kPowerC4));
+    y = V::fma(y, r, V::set(kPowerC3));
+    y = V::fma(y, r, V::set(kPowerC2));
+    y = V::fma(y, r, V::set(kPowerC1));
+    return V::zero_where(V::lt(x, V::set(kPowerMin)), V::ldexp(V::fma(y, r, V::set(1.0f)), n));
+}
+
+// Codes of n values, and their scale: the largest magnitude over kKvCode, rounded up to a bf16. Below 2^-64 all codes are 0.
+template <class V> QUAFF_INLINE float encode(const float* x, int64_t n, int16_t* codes) {
+    auto top = V::iset(0);
+    for (int64_t i = 0; i < n; i += kLanes)
+        top = V::imax(top, V::iand(V::bits(V::load(x + i)), V::iset(0x7fffffff)));
+    const int32_t bits = V::itop(top);
+    float largest, factor = 0.0f, scale = 0.0f;
+    __builtin_memcpy(&largest, &bits, 4);
+    if (bits >= 0x7f800000) { // a row that is not finite shows, whatever its codes
+        scale = __builtin_nanf("");
+    } else if (bits >= kTinyBits) {
+        const float exact = largest / kKvCode;
+        uint32_t word;
+        __builtin_memcpy(&word, &exact, 4);
+        word = (word + 0xffff) & 0xffff0000;
+        __builtin_memcpy(&scale, &word, 4);
+        factor = 1.0f / scale;
+    }
+    for (int64_t i = 0; i < n; i += kLanes)
+        V::store_i16(codes + i, factor == 0.0f ? V::iset(0) : V::round(V::mul(V::load(x + i), V::set(factor))));
+    return scale;
+}
 
 // What one row sees of a page: positions [from, to) of it.
 struct Visible {
@@ -30,153 +63,222 @@ QUAFF_INLINE Visible visible_part(int32_t position, int32_t window, int32_t page
     return {static_cast<int>(first < 0 ? 0 : first > kPage ? kPage : first), static_cast<int>(past < 0 ? 0 : past > kPage ? kPage : past)};
 }
 
-// The state of T rows, one a lane; q and scores are laid out so that inner loops read consecutive memory.
-template <class V, int T, class Value = uint16_t> struct AttendTile {
-    using F = typename V::F;
-    static_assert(T <= kLanes);
-    alignas(64) float m[kLanes] = {}, l[kLanes] = {}; // running maximum and sum
-    alignas(64) float page_m[kLanes] = {}, page_l[kLanes] = {}, a[kLanes] = {}, b[kLanes] = {};
-    Visible visible[T];
-    bool started[T] = {};
-    float *q, *scores, *o; // [T][dim], [T][64], [T][value_dim]
-    const Value *k, *next; // the page that is walked, and the one after it
+// One head's part of a page. Of codes: K [dim/2][64][2], V [32][value_dim][2], bf16 scales of K [64] and of V [64]. Of f32: K [dim][64],
+// V [64][value_dim].
+template <class Value> struct HeadPage {
+    static constexpr bool codes = sizeof(Value) == 2;
+    static constexpr int pair = codes ? 2 : 1;
+    const Value* k;
     int dim, value_dim;
+    QUAFF_INLINE const Value* v() const { return k + int64_t{kPage} * dim; }
+    QUAFF_INLINE const uint16_t* k_scale() const { return reinterpret_cast<const uint16_t*>(v() + int64_t{kPage} * value_dim); }
+    QUAFF_INLINE const uint16_t* v_scale() const { return k_scale() + kPage; }
+};
+
+// The state of up to V::kAttendRows rows, one a lane; q and scores are laid out so that inner loops read consecutive memory. What runs over all
+// values of a page has the number of rows, T, as a template argument.
+template <class V, class Value = int16_t> struct AttendTile {
+    using F = typename V::F;
+    static constexpr int kRows = V::kAttendRows;
+    static_assert(kRows <= kLanes);
+    static constexpr bool codes = HeadPage<Value>::codes;
+    static constexpr int pair = HeadPage<Value>::pair;
+    alignas(64) float m[kLanes] = {}, l[kLanes] = {}; // running maximum and sum
+    alignas(64) float page_m[kLanes] = {}, page_l[kLanes] = {}, page_v[kLanes], a[kLanes] = {}, b[kLanes] = {}, q_scale[kLanes] = {};
+    Visible visible[kRows];
+    bool started[kRows] = {};
+    float *scores, *more, *o; // [T][64], of codes of more than kDotDims dimensions another one, [T][value_dim]
+    Value *q, *p;             // [T][dim], [T][64]: what meets K and V
+    HeadPage<Value> at;
+    const Value* next; // the page after the one that is walked
+    int rows, dim, value_dim;
     float cap;
 
     // The next page's values at the places of J blocks of this one, into L2: pages lie apart, and what the processor fetches by itself ends at
     // their borders. Into L1 there would be no room for them beside this page.
-    template <int J> QUAFF_INLINE void fetch(const Value* at) const {
-        for (int i = 0; i < J * kLanes; i += 64 / int(sizeof(Value)))
-            __builtin_prefetch(next + (at - k) + i, 0, 2);
+    template <int J> QUAFF_INLINE void fetch(const Value* from) const {
+        for (int i = 0; i < J * kLanes * pair; i += 64 / int(sizeof(Value)))
+            __builtin_prefetch(next + (from - at.k) + i, 0, 2);
     }
 
-    // Scores of J blocks of 16 positions: one fma chain over d for each, the soft cap before the mask.
-    template <int J> QUAFF_INLINE void score(int block) {
-        F s[T][J];
-#pragma GCC unroll 8
-        for (int t = 0; t < T; ++t)
+    QUAFF_INLINE void fetch_scales(const Value* head) const {
+        if constexpr (codes)
+            for (int i = 0; i < 2 * kPage; i += 64 / int(sizeof(Value)))
+                __builtin_prefetch(head + int64_t{kPage} * (dim + value_dim) + i, 0, 2);
+    }
+
+    // sum[t][j] += J blocks of 16 positions or dimensions at `from` times what row t has at x[t * stride]: a pair of codes each, or an f32. Sums of
+    // codes are integers, held in F as bits: of arrays of integer vectors g++ 12 keeps copies in memory.
+    template <int T, int J> QUAFF_INLINE void multiply(F (&sum)[T][J], const Value* from, const Value* x, int64_t stride) const {
+        fetch<J>(from);
+        if constexpr (codes) {
+            typename V::Pairs y[J];
 #pragma GCC unroll 4
             for (int j = 0; j < J; ++j)
-                s[t][j] = V::zero();
-        const Value* at = k + block * kLanes;
-        const float* qd = q;
-        const int64_t stride = dim;
-        for (int d = 0; d < dim; ++d, at += kPage, ++qd) {
-            fetch<J>(at);
-            F kd[J];
-#pragma GCC unroll 4
-            for (int j = 0; j < J; ++j)
-                kd[j] = load_value<V>(at + j * kLanes);
+                y[j] = V::load_pairs(from + j * kLanes * 2);
 #pragma GCC unroll 8
             for (int t = 0; t < T; ++t) {
-                const F x = V::set(qd[t * stride]);
+                const auto both = V::set_pair(x + t * stride);
 #pragma GCC unroll 4
                 for (int j = 0; j < J; ++j)
-                    s[t][j] = V::fma(kd[j], x, s[t][j]);
+                    sum[t][j] = V::dot_pairs(sum[t][j], y[j], both);
             }
-        }
-#pragma GCC unroll 8
-        for (int t = 0; t < T; ++t)
+        } else {
+            F y[J];
 #pragma GCC unroll 4
             for (int j = 0; j < J; ++j)
-                V::store(scores + t * kPage + (block + j) * kLanes, s[t][j]);
-        if (cap != 0.0f)
-            for (int t = 0; t < T; ++t)
-                for (int j = 0; j < J; ++j) {
-                    float* p = scores + t * kPage + (block + j) * kLanes;
-                    V::store(p, V::mul(V::set(cap), tanh<V>(V::mul(V::load(p), V::set(1.0f / cap)))));
-                }
+                y[j] = V::load(from + j * kLanes);
+#pragma GCC unroll 8
+            for (int t = 0; t < T; ++t) {
+                const F one = V::set(x[t * stride]);
+#pragma GCC unroll 4
+                for (int j = 0; j < J; ++j)
+                    sum[t][j] = V::fma(y[j], one, sum[t][j]);
+            }
+        }
     }
 
-    // Scores -> page_m, probabilities in place, page_l; every position of the page is visible to every row.
-    QUAFF_INLINE void normalise_full() {
-        for (int t = 0; t < T; ++t) {
-            const float* s = scores + t * kPage;
-            F top = V::set(-__builtin_inff());
-            for (int i = 0; i < kPage; i += kLanes)
-                top = V::max(top, V::load(s + i));
-            page_m[t] = V::top(top);
+    // Scores of J blocks of 16 positions. Integer sums are exact over kDotDims dimensions; f32 is one fma chain over all.
+    template <int T, int J> QUAFF_INLINE void score(int block) {
+        const Value* from = at.k + block * kLanes * pair;
+        const int step = codes ? kDotDims : dim;
+        for (int begin = 0; begin < dim; begin += step) {
+            F s[T][J];
+#pragma GCC unroll 8
+            for (int t = 0; t < T; ++t)
+#pragma GCC unroll 4
+                for (int j = 0; j < J; ++j)
+                    s[t][j] = V::zero();
+            for (int d = begin, end = begin + step < dim ? begin + step : dim; d < end; d += pair, from += kPage * pair)
+                multiply(s, from, q + d, dim);
+            float* to = (begin ? more : scores) + block * kLanes;
+#pragma GCC unroll 8
+            for (int t = 0; t < T; ++t)
+#pragma GCC unroll 4
+                for (int j = 0; j < J; ++j)
+                    V::store(to + t * kPage + j * kLanes, codes ? V::to_float(V::bits(s[t][j])) : s[t][j]);
+            if (begin)
+                for (int t = 0; t < T; ++t)
+                    for (int i = block * kLanes; i < (block + J) * kLanes; i += kLanes)
+                        V::store(scores + t * kPage + i, V::add(V::load(scores + t * kPage + i), V::load(more + t * kPage + i)));
         }
-        for (int t = 0; t < T; ++t) {
-            float* s = scores + t * kPage;
-            const F top = V::set(page_m[t]);
-            F sum = V::zero();
+    }
+
+    // 16 scores of a row, finished: scales of codes, and the soft cap.
+    QUAFF_INLINE F finished(int t, int i) const {
+        F x = V::load(scores + t * kPage + i);
+        if constexpr (codes)
+            x = V::mul(V::mul(x, V::load_bf16(at.k_scale() + i)), V::set(q_scale[t]));
+        if (cap != 0.0f)
+            x = V::mul(V::set(cap * kLog2e), tanh<V>(V::mul(x, V::set(1.0f / cap))));
+        return x;
+    }
+
+    // 16 scores from a block on -> probabilities, added to sum. Codes take the scales of V with them: what is largest becomes kPCode.
+    QUAFF_INLINE void weight(float* s, int i, F top, F& sum, F& largest) {
+        F x = power<V>(V::sub(V::load(s + i), top));
+        sum = V::add(sum, x);
+        if constexpr (codes) {
+            x = V::mul(x, V::load_bf16(at.v_scale() + i));
+            largest = V::max(largest, x);
+        }
+        V::store(s + i, x);
+    }
+
+    // Scores -> page_m, p, page_l, page_v; every position of the page is visible to every row.
+    QUAFF_INLINE void normalise_full() {
+        for (int t = 0; t < rows; ++t) {
+            F top = V::set(-__builtin_inff());
 #pragma GCC unroll 4
             for (int i = 0; i < kPage; i += kLanes) {
-                const F p = probability<V>(V::sub(V::load(s + i), top));
-                V::store(s + i, p);
-                sum = V::add(sum, p);
+                const F x = finished(t, i);
+                V::store(scores + t * kPage + i, x);
+                top = V::max(top, x);
             }
-            page_l[t] = V::sum(sum);
+            page_m[t] = V::top(top);
         }
+        for (int t = 0; t < rows; ++t) {
+            const F top = V::set(page_m[t]);
+            F sum = V::zero(), largest = V::zero();
+#pragma GCC unroll 4
+            for (int i = 0; i < kPage; i += kLanes)
+                weight(scores + t * kPage, i, top, sum, largest);
+            page_l[t] = V::sum(sum);
+            if constexpr (codes)
+                page_v[t] = V::top(largest);
+        }
+        encode_weights(0, kPage);
     }
 
     // The same where positions are hidden: they count as -inf for the maximum and their p is +0. Blocks outside [from, to) are hidden for all rows.
     QUAFF_INLINE void normalise_masked(int from, int to) {
-        for (int t = 0; t < T; ++t) {
+        for (int t = 0; t < rows; ++t) {
             float* s = scores + t * kPage;
             const auto first = V::iset(visible[t].from - 1), past = V::iset(visible[t].to);
-            F top = V::set(-__builtin_inff()), sum = V::zero();
+            F top = V::set(-__builtin_inff()), sum = V::zero(), largest = V::zero();
             for (int block = from; block < to; ++block) {
-                const auto at = V::iadd(V::iota(), V::iset(block * kLanes));
-                const auto seen = V::both(V::igt(at, first), V::igt(past, at));
-                const F x = V::select(seen, V::load(s + block * kLanes), V::set(-__builtin_inff()));
+                const auto position = V::iadd(V::iota(), V::iset(block * kLanes));
+                const auto seen = V::both(V::igt(position, first), V::igt(past, position));
+                const F x = V::select(seen, finished(t, block * kLanes), V::set(-__builtin_inff()));
                 V::store(s + block * kLanes, x);
                 top = V::max(top, x);
             }
             page_m[t] = visible[t].from < visible[t].to ? V::top(top) : 0.0f;
-            const F m_page = V::set(page_m[t]);
-            for (int block = from; block < to; ++block) {
-                const F p = probability<V>(V::sub(V::load(s + block * kLanes), m_page));
-                V::store(s + block * kLanes, p);
-                sum = V::add(sum, p);
-            }
+            for (int block = from; block < to; ++block)
+                weight(s, block * kLanes, V::set(page_m[t]), sum, largest);
             page_l[t] = V::sum(sum);
+            if constexpr (codes)
+                page_v[t] = V::top(largest);
+        }
+        encode_weights(from * kLanes, to * kLanes);
+    }
+
+    // p at positions [from, to) as codes, and in page_v what a code is worth.
+    QUAFF_INLINE void encode_weights(int from, int to) {
+        if constexpr (codes) {
+            const F top = V::load(page_v);
+            const auto tiny = V::lt(top, V::set(kTiny));
+            alignas(64) float factor[kLanes];
+            V::store(factor, V::zero_where(tiny, V::div(V::set(kPCode), top)));
+            V::store(page_v, V::zero_where(tiny, V::div(top, V::set(kPCode))));
+            for (int t = 0; t < rows; ++t)
+                for (int i = from; i < to; i += kLanes)
+                    V::store_i16(p + t * kPage + i, V::round(V::mul(V::load(scores + t * kPage + i), V::set(factor[t]))));
         }
     }
 
-    // (m, l) of all rows at once; a and b are what the running and the page's values are multiplied by.
+    // (m, l) of all rows at once; a and b are what the running and the page's sums are multiplied by.
     QUAFF_INLINE void merge() {
         const F old_m = V::load(m), new_m = V::load(page_m), old_l = V::load(l), top = V::max(old_m, new_m);
-        const F fa = probability<V>(V::sub(old_m, top)), fb = probability<V>(V::sub(new_m, top));
+        const F fa = power<V>(V::sub(old_m, top)), fb = power<V>(V::sub(new_m, top));
         alignas(64) float merged_m[kLanes], merged_l[kLanes];
         V::store(a, fa);
-        V::store(b, fb);
+        V::store(b, V::mul(fb, V::load(page_v)));
         V::store(merged_m, top);
         V::store(merged_l, V::fma(old_l, fa, V::mul(V::load(page_l), fb)));
-        for (int t = 0; t < T; ++t) {
+        for (int t = 0; t < rows; ++t) {
             if (visible[t].from >= visible[t].to)
                 continue;
             m[t] = started[t] ? merged_m[t] : page_m[t];
             l[t] = started[t] ? merged_l[t] : page_l[t];
+            b[t] = started[t] ? b[t] : page_v[t];
         }
     }
 
-    // o of J blocks of 16 dimensions over positions [from, to): what lies outside is hidden for every row. Adding +0 at the end makes a sum that
-    // is zero positive, so that hidden positions (p = +0 times any finite V) never show in a sign, whether they were walked or not.
-    // With `part` the page's own o is stored there, [T][value_dim], and merged later.
-    template <int J> QUAFF_INLINE void weigh(int block, int from, int to, float* part) {
+    // The page's sums of J blocks of 16 dimensions over positions [from, to): what lies outside is hidden for every row. Adding +0 at the end makes
+    // a sum that is zero positive, so that hidden positions (p = +0 times any finite V) never show in a sign, whether they were walked or not.
+    // With `part` they are stored there, [T][value_dim], and merged later.
+    template <int T, int J> QUAFF_INLINE void weigh(int block, int from, int to, float* part) {
         F sum[T][J];
 #pragma GCC unroll 8
         for (int t = 0; t < T; ++t)
 #pragma GCC unroll 4
             for (int j = 0; j < J; ++j)
                 sum[t][j] = V::zero();
-        const Value* at = k + int64_t{kPage} * dim + int64_t{from} * value_dim + block * kLanes;
-        for (int i = from; i < to; ++i, at += value_dim) {
-            fetch<J>(at);
-            F vi[J];
-#pragma GCC unroll 4
-            for (int j = 0; j < J; ++j)
-                vi[j] = load_value<V>(at + j * kLanes);
-#pragma GCC unroll 8
-            for (int t = 0; t < T; ++t) {
-                const F p = V::set(scores[t * kPage + i]);
-#pragma GCC unroll 4
-                for (int j = 0; j < J; ++j)
-                    sum[t][j] = V::fma(vi[j], p, sum[t][j]);
-            }
-        }
+        const int first = from / pair, past = (to + pair - 1) / pair;
+        const Value* v = at.v() + (int64_t{first} * value_dim + block * kLanes) * pair;
+        for (int i = first; i < past; ++i, v += value_dim * pair)
+            multiply(sum, v, p + i * pair, kPage);
 #pragma GCC unroll 8
         for (int t = 0; t < T; ++t) {
             if (visible[t].from >= visible[t].to)
@@ -184,7 +286,7 @@ template <class V, int T, class Value = uint16_t> struct AttendTile {
 #pragma GCC unroll 4
             for (int j = 0; j < J; ++j) {
                 const int at_o = t * value_dim + (block + j) * kLanes;
-                const F page_o = V::add(sum[t][j], V::zero());
+                const F page_o = codes ? V::to_float(V::bits(sum[t][j])) : V::add(sum[t][j], V::zero());
                 if (part)
                     V::store(part + at_o, page_o);
                 else
@@ -193,93 +295,136 @@ template <class V, int T, class Value = uint16_t> struct AttendTile {
         }
     }
 
-    QUAFF_INLINE void merge_o(int t, int at, F page_o) {
-        V::store(o + at, started[t] ? V::fma(V::load(o + at), V::set(a[t]), V::mul(page_o, V::set(b[t]))) : page_o);
+    QUAFF_INLINE void merge_o(int t, int at_o, F page_o) {
+        const F scaled = V::mul(page_o, V::set(b[t]));
+        V::store(o + at_o, started[t] ? V::fma(V::load(o + at_o), V::set(a[t]), scaled) : scaled);
     }
 
-    QUAFF_INLINE void see(const AttendArgs& args, int32_t page) {
-        for (int t = 0; t < T; ++t)
+    // What of a page each row sees; true when one sees any.
+    QUAFF_INLINE bool see(const AttendArgs& args, int32_t page) {
+        bool any = false;
+        for (int t = 0; t < rows; ++t) {
             visible[t] = visible_part(args.position[t], args.window, page);
+            any = any || visible[t].from < visible[t].to;
+        }
+        return any;
     }
 
     QUAFF_INLINE void mark_started() {
-        for (int t = 0; t < T; ++t)
+        for (int t = 0; t < rows; ++t)
             started[t] = started[t] || visible[t].from < visible[t].to;
     }
 
-    // One page: reduced and merged, or with `part` reduced only: its m and l by lane, then o [T][value_dim].
-    QUAFF_INLINE void page(const Value* at, const Value* after, float* part) {
-        k = at;
-        next = after;
-        int from = kPage, to = 0;
+    // Positions that any row sees.
+    QUAFF_INLINE Visible together() const {
+        Visible all{kPage, 0};
+        for (int t = 0; t < rows; ++t)
+            if (visible[t].from < visible[t].to)
+                all = {visible[t].from < all.from ? visible[t].from : all.from, visible[t].to > all.to ? visible[t].to : all.to};
+        return all;
+    }
+
+    // Calls fn(Count<T>) for the T that is `rows`.
+    template <int T = kRows, class Fn> QUAFF_INLINE void with_rows(Fn fn) {
+        if (rows == T)
+            return fn(Count<T>{});
+        if constexpr (T > 1)
+            with_rows<T - 1>(fn);
+    }
+
+    // A page that some row sees: reduced and merged, or with `part` reduced only: m, l and v by lane, then sums [T][value_dim].
+    template <int T> [[gnu::noinline]] void page(float* part) {
+        const Visible all = together();
+        const int first = all.from / kLanes, past = (all.to + kLanes - 1) / kLanes;
         bool full = true;
-        for (int t = 0; t < T; ++t) {
-            if (visible[t].from < visible[t].to) {
-                from = visible[t].from < from ? visible[t].from : from;
-                to = visible[t].to > to ? visible[t].to : to;
-            }
+        for (int t = 0; t < T; ++t)
             full = full && visible[t].from == 0 && visible[t].to == kPage;
-        }
-        if (from >= to)
-            return;
-        const int first_block = from / kLanes, past_block = (to + kLanes - 1) / kLanes;
-        walk_blocks<V::kAttendBlocks>(first_block, past_block, [&](auto n, int block) { score<decltype(n)::value>(block); });
+        walk_blocks<V::kAttendBlocks>(first, past, [&](auto n, int block) { score<T, decltype(n)::value>(block); });
+        fetch_scales(next);
         if (full)
             normalise_full();
         else
-            normalise_masked(first_block, past_block);
+            normalise_masked(first, past);
+        float* sums = nullptr;
         if (part) {
             V::store(part, V::load(page_m));
             V::store(part + kLanes, V::load(page_l));
+            V::store(part + 2 * kLanes, V::load(page_v));
+            sums = part + 3 * kLanes;
         } else {
             merge();
         }
-        float* part_o = part ? part + 2 * kLanes : nullptr;
         walk_blocks<V::kAttendBlocks>(0, value_dim / kLanes,
-                                      [&](auto n, int block) { weigh<decltype(n)::value>(block, from, to, part_o); });
+                                      [&](auto n, int block) { weigh<T, decltype(n)::value>(block, all.from, all.to, sums); });
         mark_started();
     }
 
-    // A page reduced by page(.., part), merged as page(.., nullptr) would have.
+    // Pages [first, past), in order; with parts, `stride` floats a page.
+    QUAFF_INLINE void walk(const AttendArgs& args, int32_t first, int32_t past, float* parts, int64_t stride) {
+        const auto head = [&](int32_t p) { return reinterpret_cast<const Value*>(args.pages[p] + args.head_offset); };
+        fetch_scales(head(first));
+        for (int32_t p = first; p < past; ++p, parts = parts ? parts + stride : nullptr) {
+            at = {head(p), dim, value_dim};
+            next = head(p + (p + 1 < args.past_page));
+            if (see(args, p))
+                with_rows([&](auto n) { page<decltype(n)::value>(parts); });
+        }
+    }
+
+    // What page left in `part`, merged as it would have done.
     QUAFF_INLINE void merge_part(const float* part) {
-        bool any = false;
-        for (int t = 0; t < T; ++t)
-            any = any || visible[t].from < visible[t].to;
-        if (!any)
-            return;
         V::store(page_m, V::load(part));
         V::store(page_l, V::load(part + kLanes));
+        V::store(page_v, V::load(part + 2 * kLanes));
         merge();
-        for (int t = 0; t < T; ++t)
+        for (int t = 0; t < rows; ++t)
             if (visible[t].from < visible[t].to)
                 for (int d = 0; d < value_dim; d += kLanes)
-                    merge_o(t, t * value_dim + d, V::load(part + 2 * kLanes + t * value_dim + d));
+                    merge_o(t, t * value_dim + d, V::load(part + 3 * kLanes + t * value_dim + d));
         mark_started();
     }
 
-    // q is multiplied by the scale once, here.
-    QUAFF_INLINE void load(const AttendArgs& args) {
+    // q is multiplied by the scale once, here; without a cap it takes scores to units of ln 2 too.
+    QUAFF_INLINE explicit AttendTile(const AttendArgs& args) {
+        rows = args.count;
         dim = args.dim;
         value_dim = args.value_dim;
         cap = args.cap;
         scores = args.scratch;
-        o = scores + T * kPage;
-        q = o + T * value_dim;
-        for (int t = 0; t < T; ++t)
+        more = scores + kRows * kPage;
+        o = more + kRows * kPage;
+        float* rest = o + kRows * value_dim;
+        V::store(page_v, V::set(1.0f));
+        const float factor = cap == 0.0f ? args.scale * kLog2e : args.scale;
+        const auto scale = [&](int t, float* to) {
             for (int d = 0; d < dim; d += kLanes)
-                V::store(q + t * dim + d, V::mul(V::load(args.q[t] + d), V::set(args.scale)));
+                V::store(to + d, V::mul(V::load(args.q[t] + d), V::set(factor)));
+        };
+        if constexpr (codes) {
+            q = reinterpret_cast<Value*>(rest + dim);
+            p = q + kRows * dim;
+            for (int t = 0; t < rows; ++t) {
+                scale(t, rest);
+                q_scale[t] = encode<V>(rest, dim, q + t * dim);
+            }
+        } else {
+            q = rest;
+            p = scores;
+            for (int t = 0; t < rows; ++t)
+                scale(t, q + t * dim);
+        }
     }
 
     // A sink takes its part of the probabilities and has no value.
     QUAFF_INLINE void merge_sinks(const float* sinks) {
         alignas(64) float sink[kLanes] = {};
-        for (int t = 0; t < T; ++t)
-            sink[t] = sinks[t];
+        for (int t = 0; t < rows; ++t)
+            sink[t] = sinks[t] * kLog2e;
         const F old_m = V::load(m), new_m = V::load(sink), top = V::max(old_m, new_m);
-        const F fa = probability<V>(V::sub(old_m, top));
+        const F fa = power<V>(V::sub(old_m, top));
         V::store(a, fa);
-        V::store(l, V::fma(V::load(l), fa, probability<V>(V::sub(new_m, top))));
-        for (int t = 0; t < T; ++t)
+        V::store(l, V::fma(V::load(l), fa, power<V>(V::sub(new_m, top))));
+        for (int t = 0; t < rows; ++t)
             for (int d = 0; d < value_dim; d += kLanes)
                 V::store(o + t * value_dim + d, V::mul(V::load(o + t * value_dim + d), V::set(a[t])));
     }
@@ -287,7 +432,7 @@ template <class V, int T, class Value = uint16_t> struct AttendTile {
     QUAFF_INLINE void finish(const AttendArgs& args) {
         if (args.sink)
             merge_sinks(args.sink);
-        for (int t = 0; t < T; ++t) {
+        for (int t = 0; t < rows; ++t) {
             const auto inverse = V::set(1.0f / l[t]);
             for (int d = 0; d < value_dim; d += kLanes)
                 V::store(args.out[t] + d, V::mul(V::load(o + t * value_dim + d), inverse));
@@ -295,33 +440,7 @@ template <class V, int T, class Value = uint16_t> struct AttendTile {
     }
 };
 
-// What a call does with pages [first, past) of a tile.
-enum class Phase { kAll, kParts, kMerge };
-
-template <class V, int T, Phase phase>
-[[gnu::noinline]] static void attend_rows(const AttendArgs& args, int32_t first, int32_t past, float* parts, int64_t stride) {
-    AttendTile<V, T> tile;
-    tile.load(args);
-    for (int32_t p = first; p < past; ++p, parts += stride) {
-        tile.see(args, p);
-        if constexpr (phase == Phase::kMerge)
-            tile.merge_part(parts);
-        else
-            tile.page(args.pages[p] + args.head_offset, args.pages[p + (p + 1 < args.past_page)] + args.head_offset, parts);
-    }
-    if constexpr (phase != Phase::kParts)
-        tile.finish(args);
-}
-
-template <class V, Phase phase, int T = V::kAttendRows>
-static void attend_pages(const AttendArgs* args, int32_t first, int32_t past, float* parts, int64_t stride) {
-    if (args->count == T)
-        return attend_rows<V, T, phase>(*args, first, past, parts, stride);
-    if constexpr (T > 1)
-        attend_pages<V, phase, T - 1>(args, first, past, parts, stride);
-}
-
-// Pages that any row of a tile sees.
+// Pages that any row of a call sees.
 struct PageRange {
     int32_t first, past;
 };
@@ -336,51 +455,58 @@ QUAFF_INLINE PageRange pages_seen(const AttendArgs& args) {
     return {first, past};
 }
 
-template <class V> static void attend(const AttendArgs* args) {
+template <class V, class Value = int16_t> static void attend(const AttendArgs* args) {
+    AttendTile<V, Value> tile(*args);
     const PageRange seen = pages_seen(*args);
-    attend_pages<V, Phase::kAll>(args, seen.first, seen.past, nullptr, 0);
+    tile.walk(*args, seen.first, seen.past, nullptr, 0);
+    tile.finish(*args);
 }
 
-// Over pages of f32, for checking: row by row.
-template <class V> static void attend_f32(const AttendArgs* args) {
-    for (int t = 0; t < args->count; ++t) {
-        AttendArgs one = *args;
-        one.count = 1;
-        one.q += t;
-        one.out += t;
-        one.position += t;
-        one.sink = one.sink ? one.sink + t : nullptr;
-        AttendTile<V, 1, float> tile;
-        tile.load(one);
-        for (auto [p, past] = pages_seen(one); p < past; ++p) {
-            tile.see(one, p);
-            const auto* page = reinterpret_cast<const float*>(one.pages[p] + one.head_offset);
-            tile.page(page, page, nullptr);
-        }
-        tile.finish(one);
-    }
+template <class V> static void attend_parts(const AttendArgs* args, int32_t first, int32_t past, float* parts, int64_t stride) {
+    AttendTile<V>(*args).walk(*args, first, past, parts, stride);
 }
 
-// K is stored transposed, so that a score's chain over d runs with positions in the lanes. The clamp's operand order turns NaN into -65504: pages
-// hold finite values only, and a poisoned row cannot reach others through p = +0.
-template <class V, typename T>
-static void kv_write(const float* k, const float* v, T* kpage, T* vpage, int64_t dim, int64_t value_dim, int64_t slot) {
-    const auto low = V::set(-kF16Max), high = V::set(kF16Max);
-    const auto put = [&](T* to, const float* from) {
-        const auto clamped = V::min(V::max(V::load(from), low), high);
-        if constexpr (sizeof(T) == 2)
-            V::store_f16(to, clamped);
-        else
-            V::store(to, clamped);
+template <class V> static void attend_merge(const AttendArgs* args, int32_t first, int32_t past, float* parts, int64_t stride) {
+    AttendTile<V> tile(*args);
+    for (int32_t page = first; page < past; ++page, parts += stride)
+        if (tile.see(*args, page))
+            tile.merge_part(parts);
+    tile.finish(*args);
+}
+
+// The clamp's operand order turns NaN into -65504: pages hold finite values only, and a poisoned row cannot reach others through p = +0.
+template <class V> QUAFF_INLINE void clamp_row(const float* from, float* to, int64_t n) {
+    for (int64_t d = 0; d < n; d += kLanes)
+        V::store(to + d, V::min(V::max(V::load(from + d), V::set(-kF16Max)), V::set(kF16Max)));
+}
+
+// K and V of one position into a page of codes: K is transposed, so that a score's sum over d runs with positions in the lanes.
+template <class V> static void kv_write(const float* k, const float* v, uint16_t* page, int64_t dim, int64_t value_dim, int64_t slot) {
+    alignas(64) float row[kMaxHeadDim];
+    alignas(64) int16_t codes[kMaxHeadDim];
+    uint16_t *values = page + kPage * dim, *scales = values + kPage * value_dim;
+    const auto encoded = [&](const float* x, int64_t n) {
+        clamp_row<V>(x, row, n);
+        const float scale = encode<V>(row, n, codes);
+        uint32_t word;
+        __builtin_memcpy(&word, &scale, 4);
+        return static_cast<uint16_t>(word >> 16);
     };
-    for (int64_t d = 0; d < dim; d += kLanes) {
-        T column[kLanes];
-        put(column, k + d);
-        for (int j = 0; j < kLanes; ++j)
-            kpage[(d + j) * kPage + slot] = column[j];
-    }
-    for (int64_t d = 0; d < value_dim; d += kLanes)
-        put(vpage + slot * value_dim + d, v + d);
+    scales[slot] = encoded(k, dim);
+    for (int64_t d = 0; d < dim; d += 2)
+        __builtin_memcpy(page + d * kPage + slot * 2, codes + d, 4);
+    scales[kPage + slot] = encoded(v, value_dim);
+    values += slot / 2 * 2 * value_dim + slot % 2;
+    for (int64_t d = 0; d < value_dim; ++d)
+        values[2 * d] = static_cast<uint16_t>(codes[d]);
+}
+
+template <class V> static void kv_write_f32(const float* k, const float* v, float* page, int64_t dim, int64_t value_dim, int64_t slot) {
+    alignas(64) float row[kMaxHeadDim];
+    clamp_row<V>(k, row, dim);
+    for (int64_t d = 0; d < dim; ++d)
+        page[d * kPage + slot] = row[d];
+    clamp_row<V>(v, page + kPage * dim + slot * value_dim, value_dim);
 }
 
 } // namespace quaff::kernels

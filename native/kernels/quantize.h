@@ -11,7 +11,7 @@ template <class V> QUAFF_INLINE void two_groups(const float* x, const float* fac
     typename V::I codes[4];
 #pragma GCC unroll 4
     for (int i = 0; i < 4; ++i)
-        codes[i] = V::to_int(V::rint(V::mul(V::load(x + i * kLanes), V::set(factor[i / 2]))));
+        codes[i] = V::round(V::mul(V::load(x + i * kLanes), V::set(factor[i / 2])));
     if constexpr (requires { V::store_codes(q, codes, sum16); }) {
         V::store_codes(q, codes, sum16);
     } else {
@@ -30,7 +30,7 @@ alignas(64) inline constexpr int32_t kAllBut[64] = {-1, -1, -1, -1, -1, -1, -1, 
 // Scales of groups whose largest magnitudes have the bits `tops`, and what their values are multiplied by: top/127 rounded up to one of the eight
 // mantissas, 0 where the top is out of range.
 template <class V> QUAFF_INLINE typename V::F scales(typename V::I tops, typename V::F& factor) {
-    constexpr int32_t low = 0x1f800000, high = 0x6f800000; // 2^-64, 2^96
+    constexpr int32_t low = kTinyBits, high = 0x6f800000; // 2^-64, 2^96
     const auto inside = V::both(V::igt(tops, V::iset(low - 1)), V::igt(V::iset(high), tops));
     const auto exact = V::bits(V::div(V::from_bits(tops), V::set(127.0f)));
     const auto scale = V::from_bits(V::iand(V::iadd(exact, V::iset(kScaleFraction)), V::iset(~kScaleFraction)));
@@ -45,8 +45,7 @@ template <class V> QUAFF_INLINE int without_outlier(const float* x, int32_t top,
     const auto low = V::iand(first, V::iload(kAllBut + 32 - lane)), high = V::iand(second, V::iload(kAllBut + 48 - lane));
     typename V::F factor;
     V::store_part(scale, 1, scales<V>(V::iset(V::itop(V::imax(V::iand(low, magnitude), V::iand(high, magnitude)))), factor));
-    const typename V::I codes[2] = {V::to_int(V::rint(V::mul(V::from_bits(low), factor))),
-                                    V::to_int(V::rint(V::mul(V::from_bits(high), factor)))};
+    const typename V::I codes[2] = {V::round(V::mul(V::from_bits(low), factor)), V::round(V::mul(V::from_bits(high), factor))};
     for (int i = 0; i < 2; ++i) {
         V::store_i8(q + i * kLanes, codes[i]);
         sum16[i] = V::isum(codes[i]);
@@ -99,7 +98,7 @@ static void quantize_row(const float* x, int64_t n, int8_t* q, float* scale, int
         for (; g + 2 <= end; g += 2)
             two_groups<V>(x + g * kQuantGroup, factors + (g - g0), q + g * kQuantGroup, sum16 + 2 * g);
         for (int64_t i = 2 * g; i < 2 * end; ++i) {
-            const auto codes = V::to_int(V::rint(V::mul(V::load(x + i * kLanes), V::set(factors[g - g0]))));
+            const auto codes = V::round(V::mul(V::load(x + i * kLanes), V::set(factors[g - g0])));
             V::store_i8(q + i * kLanes, codes);
             sum16[i] = V::isum(codes);
         }

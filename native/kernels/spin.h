@@ -32,6 +32,35 @@ template <class V> static int64_t spin_fma(int64_t iterations) {
     return iterations * kChains * kLanes;
 }
 
+// Pairs of 16-bit codes, over chains in the same way.
+template <class V> static int64_t spin_int16(int64_t iterations) {
+    constexpr int kChains = V::kAttendRows * V::kAttendBlocks;
+    alignas(64) float memory[kLanes] = {};
+    alignas(64) int16_t codes[2 * kLanes] = {};
+    typename V::F chain[kChains];
+#pragma GCC unroll 32
+    for (int i = 0; i < kChains; ++i) {
+        touch(memory);
+        chain[i] = V::load(memory);
+    }
+    touch(codes);
+    const auto x = V::load_pairs(codes);
+    for (int64_t n = 0; n < iterations; ++n) {
+        touch(codes);
+        const auto y = V::set_pair(codes);
+#pragma GCC unroll 32
+        for (int i = 0; i < kChains; ++i)
+            chain[i] = V::dot_pairs(chain[i], x, y);
+    }
+    auto sum = V::iset(0);
+#pragma GCC unroll 32
+    for (int i = 0; i < kChains; ++i)
+        sum = V::iadd(sum, V::bits(chain[i]));
+    V::store(memory, V::from_bits(sum));
+    touch(memory);
+    return iterations * kChains * 2 * kLanes;
+}
+
 // Bytes of codes times activations, 16 rows x 4 k an instruction, in the shape of the linear tile: kTokens broadcasts, each used by all panels.
 template <class D> static int64_t spin_int8(int64_t iterations) {
     constexpr int T = D::kTokens, R = D::kPanels;

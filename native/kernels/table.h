@@ -158,7 +158,7 @@ struct AttendArgs {
     const float* const* q;        // [count] -> [dim], after RoPE, unscaled
     float* const* out;            // [count] -> [value_dim]
     const int32_t* position;      // [count] absolute positions
-    const uint16_t* const* pages; // page p of this sequence, layer and head: K transposed f16 [dim][64], then V f16 [64][value_dim]
+    const uint16_t* const* pages; // page p of this sequence, layer and head: kernels::HeadPage
     int32_t past_page;            // pages from here on are not there
     int64_t head_offset;          // added (in u16 units) to every page pointer
     int32_t dim, value_dim;       // multiples of 16, <= kMaxHeadDim
@@ -218,13 +218,13 @@ struct KernelTable {
     float (*dot16)(const float* x, const float* w, int64_t n);        // width-16 fold of fma(x, w, lane)
     // One row of a mixture: y, or y = y + it, with it = fma(weight[j], row[j], it) from +0 over j ascending.
     void (*combine)(const float* const* row, const float* weight, int64_t count, float* y, int64_t n, bool accumulate);
-    // Clamp to +-65504, round to f16, store position `slot` of a page of one head: k -> kpage[d*64+slot], v -> vpage[slot*value_dim+d].
-    void (*kv_write)(const float* k, const float* v, uint16_t* kpage, uint16_t* vpage, int64_t dim, int64_t value_dim, int64_t slot);
+    // Clamp to +-65504, encode, store position `slot` of one head's part of a page.
+    void (*kv_write)(const float* k, const float* v, uint16_t* page, int64_t dim, int64_t value_dim, int64_t slot);
     void (*attend)(const AttendArgs*);
-    // Both over pages of f32, for checking against other implementations: the clamp stays, the rounding goes.
-    void (*kv_write_f32)(const float* k, const float* v, float* kpage, float* vpage, int64_t dim, int64_t value_dim, int64_t slot);
+    // Both over pages of f32, for checking against other implementations: the clamp stays, the codes go.
+    void (*kv_write_f32)(const float* k, const float* v, float* page, int64_t dim, int64_t value_dim, int64_t slot);
     void (*attend_f32)(const AttendArgs*);
-    // The same in two steps, for few rows over many pages: what is found in pages [first, past) goes to parts, `stride` >= 32 + count * value_dim
+    // The same in two steps, for few rows over many pages: what is found in pages [first, past) goes to parts, `stride` >= 48 + count * value_dim
     // floats a page, in any order and by any worker; then one call merges all pages that the tile sees, ascending.
     void (*attend_parts)(const AttendArgs*, int32_t first, int32_t past, float* parts, int64_t stride);
     void (*attend_merge)(const AttendArgs*, int32_t first, int32_t past, float* parts, int64_t stride);
@@ -245,6 +245,7 @@ struct KernelTable {
 
     // Ceilings: run about `iterations` independent operations in registers, return multiply-accumulates done.
     int64_t (*spin_int8)(int64_t iterations);
+    int64_t (*spin_int16)(int64_t iterations);
     int64_t (*spin_fma)(int64_t iterations);
     void (*read)(const uint8_t* p, int64_t bytes); // load a multiple of 512 bytes, 64-byte aligned, and use them for nothing
 };

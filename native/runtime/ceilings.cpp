@@ -45,6 +45,10 @@ double measure_int8(int threads, double seconds) {
     return sum_of_rates(threads, seconds, [spin = kernels().spin_int8](int64_t) { return spin(4096); });
 }
 
+double measure_int16(int threads, double seconds) {
+    return sum_of_rates(threads, seconds, [spin = kernels().spin_int16](int64_t) { return spin(4096); });
+}
+
 double measure_fma(int threads, double seconds) {
     return sum_of_rates(threads, seconds, [spin = kernels().spin_fma](int64_t) { return spin(4096); });
 }

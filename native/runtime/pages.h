@@ -1,5 +1,5 @@
-// Memory of KV pages of one kind: [layer][kv_head][K: dim x 64 | V: 64 x value_dim] f16 (or f32, for checking), zeroed when taken
-// unless every byte of it is about to be written.
+// Memory of KV pages of one kind: [layer][kv_head], each a kernels::HeadPage of codes (or of f32, for checking), zeroed when taken unless every
+// byte of it is about to be written.
 #pragma once
 #include "numerics.h"
 #include "runtime/frames.h"
@@ -20,8 +20,9 @@ public:
     int64_t kv_heads() const { return kv_heads_; }
     int64_t dim() const { return dim_; }
     int64_t value_dim() const { return value_dim_; }
-    int64_t words() const { return words_; }                                       // of 16 bits, in a value
-    int64_t head_elements() const { return kPage * (dim_ + value_dim_) * words_; } // 16-bit words of one head's part of a page
+    int64_t words() const { return words_; } // of 16 bits, in a value
+    // 16-bit words of one head's part of a page. A position has two scales where values are codes.
+    int64_t head_elements() const { return kPage * ((dim_ + value_dim_) * words_ + (words_ == 1 ? 2 : 0)); }
     int64_t page_elements() const { return layers_ * kv_heads_ * head_elements(); }
     int64_t page_bytes() const { return page_elements() * 2; }
     int64_t in_use() const { return frames_.in_use(); }

@@ -33,14 +33,13 @@ void StepRun::kv_write(const Op& op) {
             for (int64_t i = begin; i < end; ++i) {
                 const float *new_k = buffer_row(op.inputs[0], i) + h * dim, *new_v = buffer_row(op.inputs[1], i) + h * value_dim;
                 if (pool.words() == 1)
-                    k_.kv_write(new_k, new_v, k, k + kPage * dim, dim, value_dim, position_of(i) % kPage);
+                    k_.kv_write(new_k, new_v, k, dim, value_dim, position_of(i) % kPage);
                 else
-                    k_.kv_write_f32(new_k, new_v, reinterpret_cast<float*>(k), reinterpret_cast<float*>(k) + kPage * dim, dim, value_dim,
-                                    position_of(i) % kPage);
+                    k_.kv_write_f32(new_k, new_v, reinterpret_cast<float*>(k), dim, value_dim, position_of(i) % kPage);
             }
         }
     });
-    result_.counters.kv_bytes_written += cell_size() * heads * (dim + value_dim) * 2 * pool.words();
+    result_.counters.kv_bytes_written += cell_size() * heads * pool.head_elements() / kPage * 2;
 }
 
 template <typename Kernel>
@@ -117,7 +116,7 @@ void StepRun::attend(const Stage& stage, const Op& op) {
 // Few tiles over many pages, as in decode: workers share the pages of a tile, then merge what they found in order.
 void StepRun::attend_shared(const Stage& stage, const Op& op, std::vector<AttendWork>& tiles, int64_t pages) {
     ++rt_.shared_;
-    const int64_t stride = 2 * kLanes + k_.attend_tile * op.ints[6];
+    const int64_t stride = 3 * kLanes + k_.attend_tile * op.ints[6];
     auto* part = reinterpret_cast<float*>(rt_.parts_.reserve(static_cast<size_t>(pages * stride) * 4));
     std::vector<AttendWork> works;
     for (AttendWork& tile : tiles) {

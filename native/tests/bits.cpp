@@ -309,57 +309,121 @@ float exponential(float x) {
         p = std::fma(p, r, c);
     return std::ldexp(std::fma(p * r, r, r + 1.0f), static_cast<int>(n));
 }
-float probability(float x) { return x < kProbMin ? 0.0f : exponential(x); }
+float power(float x) {
+    if (x < kPowerMin)
+        return 0.0f;
+    const float n = std::nearbyint(x), r = x - n;
+    float p = kPowerC5;
+    for (const float c : {kPowerC4, kPowerC3, kPowerC2, kPowerC1, 1.0f})
+        p = std::fma(p, r, c);
+    return std::ldexp(p, static_cast<int>(n));
+}
 float capped(float s, float cap) {
     const float x = s * (1.0f / cap), t = exponential(-2.0f * std::fabs(x));
-    return cap * std::copysign((1.0f - t) / (1.0f + t), x);
-}
-float half_value(uint16_t h) {
-    const float size =
-        h & 0x7c00 ? std::ldexp(static_cast<float>(1024 + (h & 1023)), (h >> 10 & 31) - 25) : std::ldexp(static_cast<float>(h & 1023), -24);
-    return h & 0x8000 ? -size : size;
+    return cap * kLog2e * std::copysign((1.0f - t) / (1.0f + t), x);
 }
 
-std::vector<float> attend(const AttendArgs& a, int row) {
+// Codes of a row, and their scale.
+struct Coded {
+    std::vector<int64_t> codes;
+    float scale = 0;
+    explicit Coded(const std::vector<float>& x) : codes(x.size()) {
+        float largest = 0;
+        for (const float v : x)
+            largest = std::max(largest, std::fabs(v));
+        if (largest < 0x1p-64f)
+            return;
+        int exponent = 0;
+        const float fraction = std::frexp(largest / 4095.0f, &exponent);
+        scale = std::ldexp(std::ceil(std::ldexp(fraction, 8)), exponent - 8); // up to eight bits
+        for (size_t i = 0; i < x.size(); ++i)
+            codes[i] = std::llrint(x[i] * (1.0f / scale));
+    }
+};
+
+// A page of one head, of codes or of f32.
+struct Page {
+    const uint16_t* at;
+    int64_t dim, value_dim;
+    const float* wide() const { return reinterpret_cast<const float*>(at); }
+    const int16_t* codes() const { return reinterpret_cast<const int16_t*>(at); }
+    float scale(int64_t i) const { // of K, then of V
+        const uint32_t bits = uint32_t{at[kPage * (dim + value_dim) + i]} << 16;
+        float x;
+        std::memcpy(&x, &bits, 4);
+        return x;
+    }
+    int64_t k(int64_t d, int64_t j) const { return codes()[d / 2 * 2 * kPage + 2 * j + d % 2]; }
+    int64_t v(int64_t j, int64_t d) const { return codes()[kPage * dim + j / 2 * 2 * value_dim + 2 * d + j % 2]; }
+};
+
+std::vector<float> attend(const AttendArgs& a, int row, bool codes) {
     const int64_t dim = a.dim, value_dim = a.value_dim, at = a.position[row],
                   first = a.window ? std::max<int64_t>(0, at - a.window + 1) : 0;
-    std::vector<float> o(static_cast<size_t>(value_dim)), page_o(o.size());
+    std::vector<float> o(static_cast<size_t>(value_dim)), page_o(o.size()), q(a.q[row], a.q[row] + dim);
+    for (float& x : q)
+        x = x * (a.cap != 0 ? a.scale : a.scale * kLog2e);
+    const Coded coded(q);
     float m = 0, l = 0;
-    for (int64_t page = first / kPage; page <= at / kPage; ++page) {
-        const uint16_t *k = a.pages[page], *v = k + kPage * dim;
-        const int64_t from = std::max<int64_t>(first - page * kPage, 0), to = std::min<int64_t>(at - page * kPage + 1, kPage);
-        float s[kPage], lanes[kLanes] = {}, page_m = -INFINITY;
+    for (int64_t p = first / kPage; p <= at / kPage; ++p) {
+        const Page page{a.pages[p], dim, value_dim};
+        const int64_t from = std::max<int64_t>(first - p * kPage, 0), to = std::min<int64_t>(at - p * kPage + 1, kPage);
+        float s[kPage], lanes[kLanes] = {}, page_m = -INFINITY, largest = 0;
+        int64_t weights[kPage];
         for (int64_t j = from; j < to; ++j) {
             s[j] = 0;
-            for (int64_t d = 0; d < dim; ++d)
-                s[j] = std::fma(a.q[row][d] * a.scale, half_value(k[d * kPage + j]), s[j]);
+            if (codes) {
+                for (int64_t begin = 0; begin < dim; begin += 128) {
+                    int64_t sum = 0;
+                    for (int64_t d = begin; d < std::min(dim, begin + 128); ++d)
+                        sum += coded.codes[static_cast<size_t>(d)] * page.k(d, j);
+                    s[j] += static_cast<float>(sum);
+                }
+                s[j] = s[j] * page.scale(j) * coded.scale;
+            } else {
+                for (int64_t d = 0; d < dim; ++d)
+                    s[j] = std::fma(q[static_cast<size_t>(d)], page.wide()[d * kPage + j], s[j]);
+            }
             s[j] = a.cap != 0 ? capped(s[j], a.cap) : s[j];
             page_m = std::max(page_m, s[j]);
         }
-        for (int64_t j = from; j < to; ++j)
-            lanes[j % kLanes] += s[j] = probability(s[j] - page_m);
+        for (int64_t j = from; j < to; ++j) {
+            lanes[j % kLanes] += s[j] = power(s[j] - page_m);
+            if (codes)
+                largest = std::max(largest, s[j] = s[j] * page.scale(kPage + j));
+        }
         for (int w = kLanes / 2; w; w /= 2)
             for (int j = 0; j < w; ++j)
                 lanes[j] += lanes[j + w];
+        const bool tiny = largest < 0x1p-64f;
+        for (int64_t j = from; j < to && codes; ++j)
+            weights[j] = tiny ? 0 : std::llrint(s[j] * (8191.0f / largest));
         for (int64_t d = 0; d < value_dim; ++d) {
             float sum = 0;
+            int64_t exact = 0;
             for (int64_t j = from; j < to; ++j)
-                sum = std::fma(s[j], half_value(v[j * value_dim + d]), sum);
-            page_o[static_cast<size_t>(d)] = sum + 0.0f;
+                if (codes)
+                    exact += weights[j] * page.v(j, d);
+                else
+                    sum = std::fma(s[j], page.wide()[kPage * dim + j * value_dim + d], sum);
+            page_o[static_cast<size_t>(d)] = codes ? static_cast<float>(exact) : sum + 0.0f;
         }
-        if (page == first / kPage) {
-            m = page_m, l = lanes[0], o = page_o;
+        const float worth = !codes ? 1.0f : tiny ? 0.0f : largest / 8191.0f;
+        if (p == first / kPage) {
+            m = page_m, l = lanes[0];
+            for (size_t d = 0; d < o.size(); ++d)
+                o[d] = page_o[d] * worth;
             continue;
         }
-        const float top = std::max(m, page_m), x = probability(m - top), y = probability(page_m - top);
+        const float top = std::max(m, page_m), x = power(m - top), y = power(page_m - top);
         m = top;
         l = std::fma(l, x, lanes[0] * y);
         for (size_t d = 0; d < o.size(); ++d)
-            o[d] = std::fma(o[d], x, page_o[d] * y);
+            o[d] = std::fma(o[d], x, page_o[d] * (y * worth));
     }
     if (a.sink) {
-        const float top = std::max(m, a.sink[row]), x = probability(m - top);
-        l = std::fma(l, x, probability(a.sink[row] - top));
+        const float sink = a.sink[row] * kLog2e, top = std::max(m, sink), x = power(m - top);
+        l = std::fma(l, x, power(sink - top));
         for (float& value : o)
             value = value * x;
     }
@@ -370,8 +434,8 @@ std::vector<float> attend(const AttendArgs& a, int row) {
 
 } // namespace plain
 
-// Pages filled by kv_write, hidden positions too; then rows at mixed positions in tiles of every size the set allows. Pages of f32 that hold
-// the same values have to give the same bits.
+// Pages filled by kv_write, hidden positions too; then rows at mixed positions in tiles of every size the set allows, over codes, with the pages
+// shared out, and over f32.
 void attention(const KernelTable& k, Lines& lines) {
     Hash pages_hash, wide_hash, hash;
     bool wrong = false;
@@ -380,28 +444,39 @@ void attention(const KernelTable& k, Lines& lines) {
     for (const auto& [dim, value_dim] : kDims) {
         Random random(static_cast<uint64_t>(dim * 1024 + value_dim));
         constexpr int kPages = 4, kRows = 29, kEnd = kPages * kPage;
-        const auto page_size = static_cast<size_t>(kPage * (dim + value_dim));
+        const auto page_size = static_cast<size_t>(kPage * (dim + value_dim + 2)),
+                   wide_size = static_cast<size_t>(kPage * (dim + value_dim));
         Buffer<uint16_t> memory(kPages * page_size);
-        Buffer<float> wide(memory.size());
+        Buffer<float> wide(kPages * wide_size);
         const uint16_t *pages[kPages], *wide_pages[kPages];
         for (int position = 0; position < kEnd; ++position) {
             const auto kv = numbers(random, dim + value_dim, -18, position % 37 ? 2 : 18); // f16 denormals, and now and then clamped values
             uint16_t* page = memory.data() + static_cast<size_t>(position / kPage) * page_size;
             pages[position / kPage] = page;
-            k.kv_write(kv.data(), kv.data() + dim, page, page + kPage * dim, dim, value_dim, position % kPage);
-            float* wide_page = wide.data() + static_cast<size_t>(position / kPage) * page_size;
+            k.kv_write(kv.data(), kv.data() + dim, page, dim, value_dim, position % kPage);
+            float* wide_page = wide.data() + static_cast<size_t>(position / kPage) * wide_size;
             wide_pages[position / kPage] = reinterpret_cast<const uint16_t*>(wide_page);
-            k.kv_write_f32(kv.data(), kv.data() + dim, wide_page, wide_page + kPage * dim, dim, value_dim, position % kPage);
+            k.kv_write_f32(kv.data(), kv.data() + dim, wide_page, dim, value_dim, position % kPage);
+            std::vector<float> clamped(kv.begin(), kv.end());
+            for (float& x : clamped)
+                x = std::clamp(x, -65504.0f, 65504.0f);
+            const plain::Coded key({clamped.begin(), clamped.begin() + dim}), value({clamped.begin() + dim, clamped.end()});
+            const plain::Page written{page, dim, value_dim};
+            const int64_t slot = position % kPage;
+            wrong = wrong || written.scale(slot) != key.scale || written.scale(kPage + slot) != value.scale;
             for (int64_t d = 0; d < dim; ++d)
-                wrong = wrong || wide_page[d * kPage + position % kPage] != std::clamp(kv[static_cast<size_t>(d)], -65504.0f, 65504.0f);
+                wrong = wrong || wide_page[d * kPage + slot] != clamped[static_cast<size_t>(d)] ||
+                        written.k(d, slot) != key.codes[static_cast<size_t>(d)];
+            for (int64_t d = 0; d < value_dim; ++d)
+                wrong = wrong || wide_page[kPage * dim + slot * value_dim + d] != clamped[static_cast<size_t>(dim + d)] ||
+                        written.v(slot, d) != value.codes[static_cast<size_t>(d)];
         }
         pages_hash.values(memory);
         wide_hash.values(wide);
-        std::transform(memory.begin(), memory.end(), wide.begin(), plain::half_value);
         const auto q = numbers(random, kRows * dim, -6, 2);
         Buffer<float> out(static_cast<size_t>(kRows * value_dim)), shared(out.size()), wide_out(out.size()),
             scratch(attend_scratch_floats(dim, value_dim, k.attend_tile));
-        Buffer<float> parts(static_cast<size_t>(kPages * (32 + k.attend_tile * value_dim)));
+        Buffer<float> parts(static_cast<size_t>(kPages * (48 + k.attend_tile * value_dim)));
         for (const int32_t window : {0, 1, 7, 64, 100})
             for (const float cap : {0.0f, 3.0f})
                 for (int order = 0; order < 3; ++order) { // ascending, scattered, all at the last position
@@ -433,7 +508,7 @@ void attention(const KernelTable& k, Lines& lines) {
                         // The same with its pages shared out: parts in another order, by blocks, then merged.
                         for (int t = 0; t < a.count; ++t)
                             shared_results[t] = shared.data() + (results[t] - out.data());
-                        const int64_t stride = 32 + k.attend_tile * value_dim;
+                        const int64_t stride = 48 + k.attend_tile * value_dim;
                         a.out = shared_results;
                         k.attend_parts(&a, 3, kPages, parts.data() + 3 * stride, stride);
                         k.attend_parts(&a, 0, 3, parts.data(), stride);
@@ -442,25 +517,25 @@ void attention(const KernelTable& k, Lines& lines) {
                             shared_results[t] = wide_out.data() + (results[t] - out.data());
                         a.pages = wide_pages;
                         k.attend_f32(&a);
-                        a.out = results;
-                        a.pages = pages;
-                        a.past_page = kPages;
-                        for (int t = begin % 3; t < a.count; t += 3) { // a third of the rows: the plain loops are slow
-                            const std::vector<float> want = plain::attend(a, t);
-                            if (std::memcmp(want.data(), results[t], want.size() * sizeof(float)) != 0)
-                                wrong = true;
+                        for (const bool codes : {false, true}) {
+                            a.pages = codes ? pages : wide_pages;
+                            for (int t = begin % 3; t < a.count; t += 3) { // a third of the rows: the plain loops are slow
+                                const std::vector<float> want = plain::attend(a, t, codes);
+                                const float* got = codes ? results[t] : shared_results[t];
+                                wrong = wrong || std::memcmp(want.data(), got, want.size() * sizeof(float)) != 0;
+                            }
                         }
                     }
-                    for (const float* other : {shared.data(), wide_out.data()})
-                        wrong = wrong || std::memcmp(out.data(), other, out.size() * sizeof(float)) != 0;
+                    wrong = wrong || std::memcmp(out.data(), shared.data(), out.size() * sizeof(float)) != 0;
                     hash.values(out);
+                    wide_hash.values(wide_out);
                 }
     }
     if (wrong)
-        std::fprintf(stderr, "%s: attend differs from plain loops, or from itself with its pages shared out or in f32\n", k.isa);
+        std::fprintf(stderr, "%s: attend differs from plain loops, or from itself with its pages shared out\n", k.isa);
     lines.push_back({"kv_write", pages_hash.value()});
-    lines.push_back({"kv_write_f32", wide_hash.value()});
     lines.push_back({"attend", wrong ? 0 : hash.value()});
+    lines.push_back({"attend_f32", wide_hash.value()});
 }
 
 struct Form {
@@ -660,7 +735,7 @@ Lines run(const KernelTable& k) {
     sampling(k, lines);
     alignas(64) uint8_t line[512] = {};
     k.read(line, sizeof line);
-    if (k.spin_int8(10) <= 0 || k.spin_fma(10) <= 0) // no output to hash: they must run
+    if (k.spin_int8(10) <= 0 || k.spin_int16(10) <= 0 || k.spin_fma(10) <= 0) // no output to hash: they must run
         lines.push_back({"spin", 0});
     Hash total;
     for (const Line& line : lines)

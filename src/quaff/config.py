@@ -14,7 +14,7 @@ from quaff.errors import ConfigError, quote
 LayerKind = Literal["full", "sliding", "conv", "delta"]
 Schedule = Literal["token", "chunk", "layer"]
 Activations = Literal["int8", "float32"]
-KVDtype = Literal["float16", "float32"]
+KVDtype = Literal["int16", "float32"]
 Quantize = Literal["q8_0", "q4_0", "q4_1", "none"]
 QUANTIZE: tuple[Quantize, ...] = get_args(Quantize)
 Scoring = Literal["softmax", "sigmoid", "softmax_of_chosen"]
@@ -288,9 +288,9 @@ class EngineConfig:
     `chunk` in rows, `context` in tokens (None: the model's), `memory_limit_bytes` bounds weights, KV pages and scratch. `memory` bounds all
     of the process instead: what does not fit is streamed from the file.
     `schedule` None: by chunks, or by layers where weights are streamed.
-    `activations="float32"` does not quantise activations, `kv_dtype="float32"` does not round keys and values: slower, both for checking
-    against other implementations. `prefix_cache_bytes` of the limit at most keep what was computed for prompts to come; with a folder
-    `store` it is kept in files too, `store_cap_bytes` of them at most.
+    `activations="float32"` does not quantise activations, `kv_dtype="float32"` does not round keys, values and probabilities: slower, both
+    for checking against other implementations. `prefix_cache_bytes` of the limit at most keep what was computed for prompts to come; with
+    a folder `store` it is kept in files too, `store_cap_bytes` of them at most.
     """
 
     threads: int | None = None
@@ -300,7 +300,7 @@ class EngineConfig:
     context: int | None = None
     memory_limit_bytes: int | None = None
     fuse: bool = True
-    kv_dtype: KVDtype = "float16"
+    kv_dtype: KVDtype = "int16"
     memory: Memory | None = None
     prefix_cache_bytes: int = 0
     store: Path | None = None
@@ -327,7 +327,7 @@ class EngineConfig:
             "memory and memory_limit_bytes are both given; the first bounds the process, the second the engine alone",
         )
         _check(self.activations in ("int8", "float32"), f"activations is {self.activations!r}; expected int8 or float32")
-        _check(self.kv_dtype in ("float16", "float32"), f"kv_dtype is {self.kv_dtype!r}; expected float16 or float32")
+        _check(self.kv_dtype in ("int16", "float32"), f"kv_dtype is {self.kv_dtype!r}; expected int16 or float32")
 
 
 @dataclass(frozen=True, slots=True)

@@ -331,7 +331,7 @@ def load(
     fuse: bool = True,
     isa: str | None = None,
     quantize: Quantize | None = None,
-    kv_dtype: KVDtype = "float16",
+    kv_dtype: KVDtype = "int16",
     prefix_cache_bytes: int = 0,
     store: bool | str | os.PathLike[str] = False,
     store_cap_bytes: int = 16 << 30,
@@ -343,8 +343,8 @@ def load(
     `threads` None: physical cores this process may use. `chunk` rows are computed together, None: chosen from the machine's measured
     ceilings. `schedule` is the order of the work (None: the best one); neither these nor `fuse` and `isa` (for the whole process) change a
     bit.
-    `activations="float32"` and `kv_dtype="float32"` (keys and values as they are, not rounded to f16) are slower modes for checking against
-    other implementations. `context` in tokens, at most the model's.
+    `activations="float32"` and `kv_dtype="float32"` (keys and values as they are, not rounded to 13 bits) are slower modes for checking
+    against other implementations. `context` in tokens, at most the model's.
     `memory` is the resident memory that the whole process may have, interpreter included: bytes, a text such as "2GiB", or "auto" for what
     the system can give. Weights that do not fit into it are streamed from the file, once for a prompt; no bit changes. `workload` says what
     to leave room for. `memory_limit_bytes` bounds weights, KV state and scratch alone and streams nothing; without either it is nine tenths

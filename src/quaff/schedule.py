@@ -278,7 +278,7 @@ def stage_costs(graph: Graph, weight_bytes: Mapping[str, int], vocab_rows: int) 
             weight_bytes=sum(weight_bytes[name] for name in spec.linear_weights),
             macs=spec.macs_per_row,
             state_macs=spec.state_macs_per_row,
-            kv_bytes=spec.kv_bytes_per_row * graph.kv_value_bytes // 2,
+            kv_bytes=spec.kv_bytes_per_row(graph.kv_value_bytes),
             table_bytes=tuple(weight_bytes[name] for name in spec.tables),
             table_rows=vocab_rows,
             experts=spec.experts[0],

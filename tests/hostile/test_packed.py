@@ -21,6 +21,7 @@ from tests.laws.test_packed import packed
 from tests.tiny import CASES
 
 import quaff
+from quaff import _native
 from quaff.checkpoint import Checkpoint, open_checkpoint
 from quaff.checkpoint.hashes import check_hashes
 from quaff.errors import CheckpointError, QuaffError, UnsupportedError
@@ -89,7 +90,7 @@ TOO_FAR = 1 << 40
 DAMAGES: dict[str, tuple[Callable[[Packed], bytes], str]] = {
     "version": (lambda p: p.lay(version=2), "with version 2; this quaff has 1: pack the model again"),
     "panels": (lambda p: p.lay(panels=77), "with panels of version 77; this quaff has"),
-    "numerics": (lambda p: p.lay(numerics=9), "with numerics version 9; this quaff has 3"),
+    "numerics": (lambda p: p.lay(numerics=9), f"with numerics version 9; this quaff has {_native.NUMERICS_VERSION}"),
     "zero": (lambda p: p.lay(zero=1), "a number that should be zero"),
     "only the magic": (lambda p: p.lay()[:8], "8 bytes; its header alone needs more"),
     "only the preamble": (lambda p: p.lay()[:70], "70 bytes; its header alone needs more"),

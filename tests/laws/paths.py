@@ -15,7 +15,7 @@ from tests.tiny import CASES, Tiny
 
 from quaff import _native
 from quaff.batch import PAGE, Batch, Counters, Segment
-from quaff.cache.pages import PageCache, split_page
+from quaff.cache.pages import PageCache, page_rows
 from quaff.checkpoint import open_checkpoint
 from quaff.config import Activations, KVDtype
 from quaff.engine.runner import Runner
@@ -36,8 +36,8 @@ ISAS = _native.available_isas()
 
 @dataclass
 class Trace:
-    """What a sequence left: logits [rows, vocab], per KV kind [layers, heads, positions, dim + value_dim] f16 bits, positions in order, and
-    per kind of recurrent state its bytes after the last step."""
+    """What a sequence left: logits [rows, vocab], per KV kind [layers, heads, positions, words] of keys, values and scales, positions
+    in order, and per kind of recurrent state its bytes after the last step."""
 
     logits: list[NDArray[np.float32]] = field(default_factory=list)
     kv: list[list[NDArray[np.uint16]]] = field(default_factory=list)
@@ -73,7 +73,7 @@ class Tinyrun:
         activations: Activations = "int8",
         fuse: bool = True,
         graph: Graph | None = None,
-        kv_dtype: KVDtype = "float16",
+        kv_dtype: KVDtype = "int16",
         stream: Callable[[Graph, Mapping[str, int]], Plan] | None = None,
     ) -> None:
         """Write `tiny` to `path` (None: the file is there) and load it, packed by our own reader, or streamed by a plan of the graph and
@@ -137,10 +137,10 @@ class Tinyrun:
         return tuple(pool.array(int(slots[-1])).tobytes() for pool, slots in zip(self.state_pools, segment.states, strict=True))
 
     def _kv(self, kind: int, table: NDArray[np.int32], start: int, rows: int) -> NDArray[np.uint16]:
-        """K and V of positions start .. start + rows - 1, [layers, heads, rows, dim + value_dim], read before any page is given back."""
+        """K and V of positions start .. start + rows - 1, [layers, heads, rows, words], read before any page is given back."""
         k, first, last = self.graph.kv_kinds[kind], start // PAGE, (start + rows - 1) // PAGE
         pages = np.stack([self.pools[kind].array(int(p)) for p in table[first : last + 1]])
-        both = np.concatenate(split_page(pages, k), axis=-1)  # [pages, layers, heads, 64, dim + value_dim]
+        both = page_rows(pages, k)  # [pages, layers, heads, 64, words]
         both = both.transpose(1, 2, 0, 3, 4).reshape(len(k.layers), k.kv_heads, len(pages) * PAGE, -1)
         return both[:, :, start - first * PAGE : start - first * PAGE + rows]
 

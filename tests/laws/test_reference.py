@@ -8,6 +8,7 @@ import pytest
 from tests.laws.paths import ISAS, Tinyrun, Trace, prompt, tiny_run
 from tests.tiny import CASES, opened
 
+from quaff.cache.pages import page_rows
 from quaff.graph.program import Graph, OpKind
 from quaff.graph.reference import Reference, ReferenceWeight, lower
 from quaff.schedule import Order
@@ -25,9 +26,9 @@ def reference_trace(graph: Graph, weights: dict[str, ReferenceWeight], tokens: l
     logits, state = Reference(graph, weights).run(tokens)
     kv = []
     for k in range(len(graph.kv_kinds)):
-        keys, values = np.stack(state.keys[k]), np.stack(state.values[k])
-        both = np.concatenate([keys, values], axis=3).transpose(0, 2, 1, 3)
-        kv.append(np.ascontiguousarray(both).view(f"u{graph.kv_value_bytes}"))
+        rows = page_rows(state.pages(k), graph.kv_kinds[k])  # [pages, layers, heads, 64, words]
+        rows = rows.transpose(1, 2, 0, 3, 4).reshape(*rows.shape[1:3], -1, rows.shape[-1])
+        kv.append(rows[:, :, : state.length])
     return Trace([logits], [kv], tuple(np.stack(kind).tobytes() for kind in state.states))
 
 

@@ -9,6 +9,7 @@ from tests.laws.paths import Tinyrun, Trace, prompt, state_hash, tiny_run
 from quaff.batch import PAGE
 from quaff.cache.entry import BLOCK, Layout
 from quaff.cache.memory import Memory
+from quaff.cache.pages import split_page
 from quaff.cache.store import Store
 from quaff.schedule import Order
 
@@ -94,7 +95,7 @@ def test_a_restored_byte_that_is_wrong_fails_the_comparison(model: Tinyrun, tmp_
     model.cache.grow(twin, BLOCK + 11)
     for k, table in enumerate(model.cache.tables(twin)):
         page = model.cache.pools[k].view(int(table[-1]))
-        values = page[..., PAGE * model.cache.kinds[k].dim * model.cache.kinds[k].value_bytes // 2 :]
+        values = split_page(page, model.cache.kinds[k])[1]
         values[:] = np.where(values, values ^ 0x0040, values)
     changed = Memory(twin, memory.layout, memory.pools, memory.state_pools, model.cache.tables(twin), memory.slots)
     store.put(tokens[: BLOCK + 10], changed, lambda sequence: None)

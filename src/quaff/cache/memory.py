@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from quaff.batch import PAGE
 from quaff.cache.entry import Layout, Piece
-from quaff.cache.pages import PageCache, Pool, split_page
+from quaff.cache.pages import PageCache, Pool, clear_page
 from quaff.cache.states import SlotPool
 
 
@@ -45,8 +45,7 @@ class Memory:
             view = self.pools[k].view(int(self.tables[k][p]))
             if used < PAGE:
                 view = view.copy()
-                for part in split_page(view, self.layout.kinds[k]):
-                    part[..., used:, :] = 0
+                clear_page(view, self.layout.kinds[k], used)
             out.append(_flat(view))
         return out + self._states(piece)
 

@@ -35,12 +35,34 @@ class Pool(Protocol):
     def view(self, page: int) -> NDArray[np.uint16]: ...
 
 
-def split_page(words: NDArray[np.uint16], kind: KVKind) -> tuple[NDArray[Any], NDArray[Any]]:
-    """16-bit words of one head in pages as keys [..., 64, dim] and values [..., 64, value_dim], of 16 bits or, for f32, of 32."""
-    words = words.view(f"u{kind.value_bytes}")
-    keys, values = words[..., : PAGE * kind.dim], words[..., PAGE * kind.dim :]
+def split_page(words: NDArray[np.uint16], kind: KVKind) -> tuple[NDArray[Any], ...]:
+    """16-bit words of one head in pages as views [..., 32, 2, width], positions by twos: keys, values, and the scales of codes.
+
+    Keys are whole or, of codes, pairs of dimensions as u32; values are u32 or u16; scales are bf16, one a position.
+    """
+    lead, k_end = words.shape[:-1], PAGE * kind.dim * kind.value_bytes // 2
+    v_end = k_end + PAGE * kind.value_dim * kind.value_bytes // 2
+    keys = np.moveaxis(words[..., :k_end].view(np.uint32).reshape(*lead, -1, PAGE // 2, 2), -3, -1)
+    if kind.value_bytes == 4:
+        return keys, words[..., k_end:].view(np.uint32).reshape(*lead, PAGE // 2, 2, kind.value_dim)
+    values = words[..., k_end:v_end].reshape(*lead, PAGE // 2, kind.value_dim, 2).swapaxes(-1, -2)
+    scales = words[..., v_end:].reshape(*lead, 2, PAGE // 2, 2, 1)
+    return keys, values, scales[..., 0, :, :, :], scales[..., 1, :, :, :]
+
+
+def page_rows(words: NDArray[np.uint16], kind: KVKind) -> NDArray[np.uint16]:
+    """What every position of one head in pages holds, [..., 64, words]: key, value, scales."""
     lead = words.shape[:-1]
-    return keys.reshape(*lead, kind.dim, PAGE).swapaxes(-1, -2), values.reshape(*lead, PAGE, kind.value_dim)
+    parts = [np.ascontiguousarray(part).reshape(*lead, PAGE, -1).view(np.uint16) for part in split_page(words, kind)]
+    return np.concatenate(parts, axis=-1)
+
+
+def clear_page(words: NDArray[np.uint16], kind: KVKind, used: int) -> None:
+    """Zero the positions of a page from `used` on."""
+    for part in split_page(words, kind):
+        part[..., (used + 1) // 2 :, :, :] = 0
+        if used % 2:
+            part[..., used // 2, 1, :] = 0
 
 
 FREED = -1
@@ -488,8 +510,8 @@ class PageCache:
         return (max(0, written - window + 1) if window else 0), written
 
     def read(self, sequence: int, update: Callable[[bytes], object]) -> None:
-        """Feed the state that the next row can see in a fixed order: per kind, layer and KV head K [positions, dim], then V [positions,
-        value_dim], f16 words; then recurrent state."""
+        """Feed the state that the next row can see in a fixed order: per kind, layer and KV head the rows of `page_rows`; then recurrent
+        state."""
         s = self._sequences[sequence]
         for k, kind in enumerate(self.kinds):
             begin, end = self.visible(k, sequence)
@@ -497,13 +519,11 @@ class PageCache:
                 continue
             first = begin // PAGE
             pages = [self.pools[k].view(page) for page in s.tables[k].ids[first : pages_for(end)].tolist()]
-            word = np.dtype(f"<u{kind.value_bytes}")
             rows = slice(begin - first * PAGE, end - first * PAGE)
             for layer in range(len(kind.layers)):
                 for head in range(kind.kv_heads):
-                    keys, values = split_page(np.stack([page[layer, head] for page in pages]), kind)
-                    update(keys.reshape(-1, kind.dim)[rows].astype(word, copy=False).tobytes())
-                    update(values.reshape(-1, kind.value_dim)[rows].astype(word, copy=False).tobytes())
+                    words = page_rows(np.stack([page[layer, head] for page in pages]), kind)
+                    update(words.reshape(-1, words.shape[-1])[rows].tobytes())
         self.states.read(sequence, update)
 
     def kv_sha256(self, sequence: int) -> str:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,11 +19,13 @@ EXP_MIN, EXP_MAX, PROB_MIN = np.float32(-87), np.float32(88), np.float32(-64)
 LOG2E = np.float32(float.fromhex("0x1.715476p+0"))
 LN2_HI = np.float32(float.fromhex("0x1.62e4p-1"))
 LN2_LO = np.float32(float.fromhex("0x1.7f7d1cp-20"))
+POWER_C = tuple(np.float32(float.fromhex(c)) for c in ("0x1.5ec866p-10", "0x1.3cbf6p-7", "0x1.c6afeep-5", "0x1.ebfa4cp-3", "0x1.62e43p-1"))
 EXP_C = tuple(np.float32(float.fromhex(c)) for c in ("0x1.6d1610p-10", "0x1.121076p-7", "0x1.555516p-5", "0x1.5554d8p-3", "0x1p-1"))
 LOG1P_C = tuple(np.float32(float.fromhex(c)) for c in ("0x1.12f598p-3", "0x1.21249ap-3", "0x1.99ad6cp-3", "0x1.55554cp-2"))
 GELU_ROOT, GELU_CUBE = np.float32(0.7978845608), np.float32(0.044715)
 ONE, ZERO = np.float32(1), np.float32(0)
 F16_MAX = np.float32(65504)
+KV_CODE, P_CODE = np.float32(4095), np.float32(8191)
 
 LANES = 16
 QUANT_GROUP = 32
@@ -262,6 +265,31 @@ def clamp_f16(x: F32) -> F32:
     return minimum(maximum(x, -F16_MAX), F16_MAX)
 
 
-def to_f16(x: F32) -> NDArray[np.float16]:
-    """Rule 16: clamped, then rounded to f16, nearest even."""
-    return clamp_f16(x).astype(np.float16)
+@dataclass(frozen=True, slots=True)
+class Coded:
+    """Rule 16: `values` [..., n] are codes, int16, with a `scale` [...] each, f32 of eight bits; or f32 without one."""
+
+    values: NDArray[Any]
+    scale: F32 | None = None
+
+
+def encode(x: F32) -> Coded:
+    """Rule 16: codes of 13 bits of x [..., n]."""
+    largest = np.abs(x).max(axis=-1)
+    inside = largest >= np.float32(2.0**-64)
+    safe = np.where(inside, largest, ONE)
+    rounded = ((safe / KV_CODE).view(np.uint32) + np.uint32(0xFFFF) & np.uint32(0xFFFF0000)).view(np.float32)
+    scale, factor = np.where(inside, rounded, ZERO), np.where(inside, ONE / rounded, ZERO)
+    return Coded(np.rint(x * factor[..., None]).astype(np.int16), scale)
+
+
+def power(x: F32) -> F32:
+    """Rule 16: 2^x for x <= 0, +0 below -92."""
+    below = x < np.float32(-92)
+    x = np.where(below, ZERO, x)
+    n = np.rint(x)
+    r = x - n
+    p = np.full_like(r, POWER_C[0])
+    for c in (*POWER_C[1:], ONE):
+        p = fma(p, r, c)
+    return np.where(below, ZERO, np.ldexp(p, n.astype(np.int32))).astype(np.float32)

@@ -446,7 +446,7 @@ def build_graph(
     tensors: Tensors,
     activations: Activations = "int8",
     fuse: bool = True,
-    kv_dtype: KVDtype = "float16",
+    kv_dtype: KVDtype = "int16",
     hidden: bool = False,
 ) -> Graph:
     """Stages of a model in grid order: embed, (mixer, ffn) per layer, head. A last mixer of attention is followed by its attend stage.

@@ -204,10 +204,15 @@ class StageSpec:
         """Multiply-accumulates of convolutions and recurrences for one row."""
         return sum(state_macs(op) for op in self.program.ops)
 
-    @property
-    def kv_bytes_per_row(self) -> int:
-        """Bytes of f16 keys and values that one row writes."""
-        return sum(2 * op.ints[2] * (op.ints[3] + op.ints[4]) for op in self.program.ops if op.kind == OpKind.KV_WRITE)
+    def kv_bytes_per_row(self, value_bytes: int) -> int:
+        """Bytes of keys and values that one row writes."""
+        writes = (op.ints for op in self.program.ops if op.kind == OpKind.KV_WRITE)
+        return sum(heads * kv_bytes(dim, value_dim, value_bytes) for _, _, heads, dim, value_dim in writes)
+
+
+def kv_bytes(dim: int, value_dim: int, value_bytes: int) -> int:
+    """Bytes of one head's key and value of a position: two bf16 scales belong to codes."""
+    return (dim + value_dim) * value_bytes + (4 if value_bytes == 2 else 0)
 
 
 def state_macs(op: Op) -> int:
@@ -232,7 +237,7 @@ class KVKind:
     """Layers that share one page table per sequence: equal KV shape and window. `layers` are model layers, ascending; a head's keys are
     `dim` values wide, its values `value_dim`.
 
-    `value_bytes`: 2, f16, or 4, f32 for checking.
+    `value_bytes`: 2, codes of 13 bits with a scale for each key and value, or 4, f32 for checking.
     """
 
     name: str

@@ -16,19 +16,23 @@ from quaff.batch import PAGE
 from quaff.errors import PromptError
 from quaff.graph.arithmetic import (
     F32,
+    LOG2E,
     ONE,
     OUTLIER_BLOCK,
+    P_CODE,
     ZERO,
+    Coded,
     Quantised,
     clamp_f16,
     dot16,
+    encode,
     exp,
     fma,
     gelu_tanh,
     max16,
     maximum,
     minimum,
-    probability,
+    power,
     quantise,
     rms_norm,
     rope,
@@ -38,7 +42,6 @@ from quaff.graph.arithmetic import (
     softplus,
     sum16,
     tanh,
-    to_f16,
     unit_norm,
 )
 from quaff.graph.lowering import ReferenceWeight, lower
@@ -46,33 +49,49 @@ from quaff.graph.program import GATED, LOGITS, NONE, SCRATCH, SLOT_INT8, Graph, 
 from quaff.graph.rope_table import rope_rows
 
 FLOAT_BLOCK = 128
-KV = NDArray[np.floating[Any]]
+DOT_DIMS = 128
 
 __all__ = ["Reference", "ReferenceState", "ReferenceWeight", "attend", "linear_float", "linear_int", "lower"]
 
 
 @dataclass(frozen=True, slots=True)
 class ReferenceState:
-    """Keys and values of `length` positions: per KV kind and layer in kind, [length, kv_heads, dim] and [..., value_dim] of f16, or of f32
-    where the kind has values of 4 bytes. `states`: recurrent state per kind and layer in kind, f32 [size]."""
+    """Keys and values of `length` positions: per KV kind and layer in kind, [length, kv_heads, dim] and [..., value_dim], codes or f32.
+    `states`: recurrent state per kind and layer in kind, f32 [size]."""
 
     length: int
-    keys: tuple[tuple[KV, ...], ...]
-    values: tuple[tuple[KV, ...], ...]
+    keys: tuple[tuple[Coded, ...], ...]
+    values: tuple[tuple[Coded, ...], ...]
     states: tuple[tuple[F32, ...], ...] = ()
 
     def pages(self, kind: int) -> NDArray[np.uint16]:
-        """All pages of one kind, [pages, layers, kv_heads, 64*(dim + value_dim)] bits as in the native PagePool: keys [dim][64], then
-        values [64][value_dim]; positions not written yet are zero."""
-        keys, values = np.stack(self.keys[kind]), np.stack(self.values[kind])
-        layers, length, heads, dim = keys.shape
-        value_dim = values.shape[3]
-        count = -(-length // PAGE)
-        pad = ((0, 0), (0, count * PAGE - length), (0, 0), (0, 0))
-        k = np.pad(keys, pad).reshape(layers, count, PAGE, heads, dim).transpose(1, 0, 3, 4, 2)
-        v = np.pad(values, pad).reshape(layers, count, PAGE, heads, value_dim).transpose(1, 0, 3, 2, 4)
-        parts = [x.reshape(count, layers, heads, -1) for x in (k, v)]
-        return np.concatenate(parts, axis=3).view(np.uint16)
+        """All pages of one kind, [pages, layers, kv_heads, words] bits as in the native PagePool: keys [dim/2][64][2], values
+        [32][value_dim][2], bf16 scales of keys [64] and of values [64]; or f32 keys [dim][64], values [64][value_dim]. Positions not
+        written yet are zero."""
+
+        def pages(x: NDArray[Any]) -> NDArray[Any]:  # [layers, length, heads, ...] -> [count, layers, heads, 64, ...]
+            pad = [(0, 0), (0, -x.shape[1] % PAGE), *[(0, 0)] * (x.ndim - 2)]
+            x = np.pad(x, pad)
+            x = x.reshape(x.shape[0], -1, PAGE, *x.shape[2:])
+            return np.moveaxis(x, (0, 1, 2, 3), (1, 0, 3, 2))
+
+        keys, values = (pages(np.stack([layer.values for layer in kinds[kind]])) for kinds in (self.keys, self.values))
+        lead, scales = keys.shape[:3], [layer.scale for kinds in (self.keys, self.values) for layer in kinds[kind]]
+        if scales[0] is None:
+            parts = [np.moveaxis(keys, 3, 4), values]
+        else:
+            k = np.moveaxis(keys.reshape(*lead, PAGE, -1, 2), 3, 4)
+            v = np.moveaxis(values.reshape(*lead, PAGE // 2, 2, -1), 4, 5)
+            half = len(scales) // 2
+            parts = [
+                k,
+                v,
+                *(
+                    pages(np.stack([(s.view(np.uint32) >> 16).astype(np.uint16) for s in part if s is not None]))
+                    for part in (scales[:half], scales[half:])
+                ),
+            ]
+        return np.concatenate([np.ascontiguousarray(x).reshape(*lead, -1).view(np.uint16) for x in parts], axis=3)
 
 
 def linear_int(x: Quantised, w: ReferenceWeight) -> F32:
@@ -114,61 +133,93 @@ def linear_float(x: F32, w: F32) -> F32:
 
 
 def attend(
-    q: F32, positions: NDArray[np.int64], keys: KV, values: KV, window: int, scale: float, softcap: float, sinks: F32 | None = None
+    q: F32, positions: NDArray[np.int64], keys: Coded, values: Coded, window: int, scale: float, softcap: float, sinks: F32 | None = None
 ) -> F32:
     """Rule 16: q [n, heads, dim] at absolute positions over keys [length, kv_heads, dim] and values [length, kv_heads, value_dim], as f32
     [n, heads, value_dim]. `sinks`: a score for each head."""
     n, heads, _ = q.shape
-    share = np.arange(heads) // (heads // keys.shape[1])
-    q = q * np.float32(scale)
+    length, kv_heads, value_dim = values.values.shape
+    share = np.arange(heads) // (heads // kv_heads)
+    q = q * (np.float32(scale) if softcap > 0 else np.float32(scale) * LOG2E)
+    rows = Coded(q) if keys.scale is None else encode(q)
     m = np.zeros((n, heads), dtype=np.float32)
-    l, o = np.zeros_like(m), np.zeros((n, heads, values.shape[2]), dtype=np.float32)  # noqa: E741  the contract's names
+    l, o = np.zeros_like(m), np.zeros((n, heads, value_dim), dtype=np.float32)  # noqa: E741  the contract's names
     started = np.zeros(n, dtype=bool)
-    for begin in range(0, len(keys), PAGE):
-        k, v = (np.zeros((PAGE, *x.shape[1:]), dtype=np.float32) for x in (keys, values))
-        filled = min(PAGE, len(keys) - begin)
-        k[:filled], v[:filled] = keys[begin : begin + filled], values[begin : begin + filled]
+    for begin in range(0, length, PAGE):
+        k, v = (_page_of(x, begin, share) for x in (keys, values))
         j = begin + np.arange(PAGE)
         visible = j[None, :] <= positions[:, None]
         if window:
             visible &= j[None, :] > positions[:, None] - window
-        rows = np.flatnonzero(visible.any(axis=1))
-        if not len(rows):
+        seeing = np.flatnonzero(visible.any(axis=1))
+        if not len(seeing):
             continue
-        m_p, l_p, o_p = _page(q[rows], k[:, share], v[:, share], visible[rows, None, :], np.float32(softcap))
-        first, later = ~started[rows], started[rows]
-        new = rows[first]
-        m[new], l[new], o[new] = m_p[first], l_p[first], o_p[first]
-        old = rows[later]
+        mine = Coded(rows.values[seeing], None if rows.scale is None else rows.scale[seeing])
+        m_p, l_p, o_p, worth = _page(mine, k, v, visible[seeing, None, :], np.float32(softcap))
+        first, later = ~started[seeing], started[seeing]
+        new = seeing[first]
+        m[new], l[new], o[new] = m_p[first], l_p[first], o_p[first] * worth[first][..., None]
+        old = seeing[later]
         m_p, l_p, o_p = m_p[later], l_p[later], o_p[later]
         top = maximum(m[old], m_p)
-        a, b = probability(m[old] - top), probability(m_p - top)
+        a, b = power(m[old] - top), power(m_p - top)
         l[old] = fma(l[old], a, l_p * b)
-        o[old] = fma(o[old], a[..., None], o_p * b[..., None])
+        o[old] = fma(o[old], a[..., None], o_p * (b * worth[later])[..., None])
         m[old] = top
-        started[rows] = True
+        started[seeing] = True
     if sinks is not None:
+        sinks = sinks * LOG2E
         top = maximum(m, sinks[None])
-        a = probability(m - top)
-        l = fma(l, a, probability(sinks[None] - top))  # noqa: E741
+        a = power(m - top)
+        l = fma(l, a, power(sinks[None] - top))  # noqa: E741
         o = o * a[..., None]
     return o * (ONE / l)[..., None]
 
 
-def _page(q: F32, k: F32, v: F32, visible: NDArray[np.bool_], cap: np.float32) -> tuple[F32, F32, F32]:
-    """One page alone: (m, l, o) of q [n, heads, dim] over k [64, heads, dim] and v [64, heads, value_dim]; visible [n, 1, 64]."""
-    s = np.zeros((*q.shape[:2], PAGE), dtype=np.float32)
-    for d in range(q.shape[2]):
-        s = fma(q[:, :, d, None], k[:, :, d].T[None], s)
+def _page_of(x: Coded, begin: int, share: NDArray[np.int64]) -> Coded:
+    """64 positions of the KV head of every query head; those not written yet are zero."""
+    pad = PAGE - min(PAGE, len(x.values) - begin)
+    values, scale = (None if a is None else a[begin : begin + PAGE, share] for a in (x.values, x.scale))
+    assert values is not None
+    return Coded(np.pad(values, ((0, pad), (0, 0), (0, 0))), None if scale is None else np.pad(scale, ((0, pad), (0, 0))))
+
+
+def _page(q: Coded, k: Coded, v: Coded, visible: NDArray[np.bool_], cap: np.float32) -> tuple[F32, F32, F32, F32]:
+    """One page alone: (m, l, o) of q [n, heads, dim] over k [64, heads, dim] and v [64, heads, value_dim], and what o is in units of;
+    visible [n, 1, 64]."""
+    heads = q.values.shape[:2]
+    s = np.zeros((*heads, PAGE), dtype=np.float32)
+    if q.scale is not None and k.scale is not None:
+        for begin in range(0, q.values.shape[2], DOT_DIMS):
+            part = slice(begin, begin + DOT_DIMS)
+            s = s + _dots("nhd,jhd->nhj", q.values[..., part], k.values[..., part])
+        s = s * k.scale.T[None] * q.scale[..., None]
+    else:
+        for d in range(q.values.shape[2]):
+            s = fma(q.values[:, :, d, None], k.values[:, :, d].T[None], s)
     if cap > 0:
-        s = cap * tanh(s * (ONE / cap))
+        s = (cap * LOG2E) * tanh(s * (ONE / cap))
     m = max16(np.where(visible, s, np.float32(-np.inf)))
-    p = np.where(visible, probability(s - m[..., None]), ZERO)
-    o = np.zeros((*q.shape[:2], v.shape[2]), dtype=np.float32)
+    p = np.where(visible, power(s - m[..., None]), ZERO)
+    l, worth = sum16(p), np.ones(heads, dtype=np.float32)  # noqa: E741  the contract's name
+    if v.scale is not None:
+        p = p * v.scale.T[None]
+        largest = p.max(axis=-1)
+        tiny = largest < np.float32(2.0**-64)
+        safe = np.where(tiny, ONE, largest)
+        codes = np.rint(p * np.where(tiny, ZERO, P_CODE / safe)[..., None])
+        return m, l, _dots("nhj,jhd->nhd", codes, v.values), np.where(tiny, ZERO, safe / P_CODE)
+    o = np.zeros((*heads, v.values.shape[2]), dtype=np.float32)
     for j in range(PAGE):
-        o = fma(p[:, :, j, None], v[None, j], o)
+        o = fma(p[:, :, j, None], v.values[None, j], o)
     # A chain may end in -0 or +0 depending on whether hidden positions took part; adding +0 makes both +0.
-    return m, sum16(p), o + ZERO
+    return m, l, o + ZERO, worth
+
+
+def _dots(what: str, a: NDArray[Any], b: NDArray[Any]) -> F32:
+    """Sums of products of codes: integers below 2^31, exact in f64 in any order, rounded once."""
+    sums: F32 = np.einsum(what, a.astype(np.float64), b.astype(np.float64), optimize=True).astype(np.float32)
+    return sums
 
 
 def convolve(x: F32, w: F32, bias: F32 | None) -> F32:
@@ -335,9 +386,11 @@ class _Run:
     def _kv_write(self, op: Op, weights: list[ReferenceWeight | None]) -> None:
         kind, layer, heads, *dims = op.ints
         for arrays, buffer, dim in zip((self._keys, self._values), op.inputs, dims, strict=True):
-            values = self._f32[buffer].reshape(-1, heads, dim)
-            rounded = arrays[kind][layer].dtype == np.float16
-            arrays[kind][layer][self._positions] = to_f16(values) if rounded else clamp_f16(values)
+            values, room = clamp_f16(self._f32[buffer].reshape(-1, heads, dim)), arrays[kind][layer]
+            new = Coded(values) if room.scale is None else encode(values)
+            room.values[self._positions] = new.values
+            if room.scale is not None:
+                room.scale[self._positions] = new.scale
 
     def _attend(self, op: Op, weights: list[ReferenceWeight | None]) -> None:
         kind, layer, heads, _, dim, window, _ = op.ints
@@ -475,11 +528,16 @@ class _Run:
             self._codes[codes] = quantise(y)
 
 
-def _grown(kinds: list[tuple[KVKind, int]], old: tuple[tuple[KV, ...], ...] | None, rows: int) -> list[list[KV]]:
+def _grown(kinds: list[tuple[KVKind, int]], old: tuple[tuple[Coded, ...], ...] | None, rows: int) -> list[list[Coded]]:
     """Keys or values, `kinds` with their width, with room for `rows` more positions; the old ones are copied."""
 
-    def grow(kind: int, layer: int, k: KVKind, dim: int) -> KV:
-        room = np.zeros((rows, k.kv_heads, dim), dtype=np.dtype(f"f{k.value_bytes}"))
-        return np.concatenate([old[kind][layer], room]) if old else room
+    def grow(kind: int, layer: int, k: KVKind, dim: int) -> Coded:
+        codes = k.value_bytes == 2
+        room = np.zeros((rows, k.kv_heads, dim), dtype=np.int16 if codes else np.float32)
+        scale = np.zeros((rows, k.kv_heads), dtype=np.float32) if codes else None
+        if old is None:
+            return Coded(room, scale)
+        before = old[kind][layer]
+        return Coded(np.concatenate([before.values, room]), None if before.scale is None else np.concatenate([before.scale, scale]))
 
     return [[grow(i, layer, k, dim) for layer in range(len(k.layers))] for i, (k, dim) in enumerate(kinds)]

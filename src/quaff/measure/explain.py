@@ -301,7 +301,8 @@ def explain_markdown(e: Explanation) -> str:
     lines += [*markdown(columns, e.costs), "", e.why, *_experts(e)]
     lines += ["", *plan_markdown(e.plan), ""] if e.plan else []
     lines += [
-        f"predicted seconds assume {100 * EFFICIENCY.int8:.0f} % of int8 dot, {100 * EFFICIENCY.fma:.0f} % of f32 fma and "
+        f"predicted seconds assume {100 * EFFICIENCY.int8:.0f} % of int8 dot, {100 * EFFICIENCY.int16:.0f} % of int16 dot, "
+        f"{100 * EFFICIENCY.fma:.0f} % of f32 fma and "
         f"{100 * EFFICIENCY.stream:.0f} % of reading; least seconds assume all of it",
         e.ceilings.sentence(),
     ]

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from quaff.batch import Counters
 from quaff.engine.engine import make_scheduler
-from quaff.graph.program import LINEAR_KINDS, NONE, Graph, Op, OpKind, StageSpec
+from quaff.graph.program import LINEAR_KINDS, NONE, Graph, Op, OpKind, StageSpec, kv_bytes
 from quaff.measure.roofline import Work
 from quaff.schedule import Cell, Grid, Order, StageCost, predict
 from quaff.weights.plan import Plan
@@ -96,8 +96,13 @@ def _work(graph: Graph, stage: StageSpec, spent: Counters, kv_bytes: int) -> Wor
     linear = spent.macs + spent.head_macs
     in_f32 = sum(linear_macs(graph, stage, op) for op in stage.program.ops if op.kind in LINEAR and op.inputs[0] == NONE)
     f32 = linear * in_f32 // max(1, stage.macs_per_row)
-    read = spent.weight_bytes_read + kv_bytes
-    return Work(linear - f32, f32 + spent.attention_macs + spent.state_macs, read)
+    attention = attention_work(graph, spent.attention_macs, kv_bytes)
+    return attention + Work(linear - f32, 0, f32 + spent.state_macs, spent.weight_bytes_read)
+
+
+def attention_work(graph: Graph, macs: int, kv_bytes: int) -> Work:
+    """Attention over pages of codes, or of f32 for checking."""
+    return Work(int16_macs=macs, stream_bytes=kv_bytes) if graph.kv_value_bytes == 2 else Work(fma_macs=macs, stream_bytes=kv_bytes)
 
 
 def linear_macs(graph: Graph, stage: StageSpec, op: Op) -> int:
@@ -113,8 +118,9 @@ def linear_macs(graph: Graph, stage: StageSpec, op: Op) -> int:
 
 
 def kv_bytes_per_mac(stage: StageSpec) -> float:
-    """Bytes of f16 keys and values that one row reads per multiply-accumulate of its attention; rows of a cell read them together."""
+    """Bytes of keys and values that one row reads per multiply-accumulate of its attention; rows of a cell read them together."""
     for op in stage.program.ops:
         if op.kind == OpKind.ATTEND:
-            return 2 * op.ints[3] / op.ints[2]
+            _, _, heads, kv_heads, dim, _, value_dim = op.ints
+            return kv_heads * kv_bytes(dim, value_dim, 2) / (heads * (dim + value_dim))
     return 0.0

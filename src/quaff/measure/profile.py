@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from quaff.graph.program import LINEAR_KINDS, NONE, RECURRENT, SCRATCH, SLOT_F32, Graph, Op, OpKind, StageSpec, state_macs
-from quaff.measure.forecast import LINEAR, StageForecast, linear_macs
+from quaff.measure.forecast import LINEAR, StageForecast, attention_work, linear_macs
 from quaff.measure.roofline import NOTHING, Ceilings, Work, bound
 
 BETWEEN = "between ops"
@@ -30,7 +30,7 @@ class OpTime:
 
     @property
     def macs(self) -> int:
-        return self.work.int8_macs + self.work.fma_macs
+        return self.work.int8_macs + self.work.int16_macs + self.work.fma_macs
 
     def as_dict(self) -> dict[str, Any]:
         return {
@@ -80,9 +80,9 @@ def _op_work(graph: Graph, stage: StageSpec, op: Op, forecast: StageForecast, we
     """An op's part of what its stage does: products and panels of linear ops, attention and the keys and values it reads."""
     spent = forecast.counters
     if op.kind == OpKind.ATTEND:
-        return Work(0, spent.attention_macs, forecast.kv_bytes)
+        return attention_work(graph, spent.attention_macs, forecast.kv_bytes)
     if op.kind in RECURRENT:
-        return Work(0, spent.state_macs * state_macs(op) // stage.state_macs_per_row, 0)
+        return Work(fma_macs=spent.state_macs * state_macs(op) // stage.state_macs_per_row)
     if op.kind not in LINEAR:
         return NOTHING
     macs = (spent.macs + spent.head_macs) * linear_macs(graph, stage, op) // max(1, stage.macs_per_row)
@@ -91,7 +91,7 @@ def _op_work(graph: Graph, stage: StageSpec, op: Op, forecast: StageForecast, we
     whole = sum(weight_bytes[name] for name in (stage.expert_weights if of_experts else stage.linear_weights))
     bytes_read = spent.expert_bytes_touched if of_experts else spent.weight_bytes_touched + spent.head_bytes_touched
     read = bytes_read * mine // max(1, whole)
-    return Work(0, macs, read) if op.inputs[0] == NONE else Work(macs, 0, read)
+    return Work(fma_macs=macs, stream_bytes=read) if op.inputs[0] == NONE else Work(int8_macs=macs, stream_bytes=read)
 
 
 def op_name(stage: StageSpec, op: Op) -> str:

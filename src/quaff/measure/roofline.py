@@ -13,7 +13,7 @@ from quaff.batch import Sums
 from quaff.measure import counted
 from quaff.weights.budget import available_memory_bytes, human_bytes
 
-INT8, FMA, DRAM = "int8 dot", "f32 fma", "DRAM"
+INT8, INT16, FMA, DRAM = "int8 dot", "int16 dot", "f32 fma", "DRAM"
 PROBE_MEGABYTES, LEAST_PROBE_MEGABYTES = 1024, 64
 """Buffer of the memory probe: far beyond any last-level cache. A machine with little memory gets a quarter of what is free."""
 PROBE_SECONDS, PROBES = 0.02, 8
@@ -38,17 +38,19 @@ class Efficiency:
     """Shares of the ceilings that whole stages reach, their norms, activations and residuals included."""
 
     int8: float
+    int16: float
     fma: float
     stream: float
 
 
-EFFICIENCY = Efficiency(int8=0.5, fma=0.74, stream=0.85)
+EFFICIENCY = Efficiency(int8=0.5, int16=0.6, fma=0.74, stream=0.85)
 """What `predicted` seconds assume; docs/measuring.md says where the figures come from and how to renew them."""
 
 
 @dataclass(frozen=True, slots=True)
 class Ceilings:
-    """Integer and f32 multiply-accumulates per second from registers, and the levels of memory, nearest first, on `threads` threads.
+    """Multiply-accumulates per second from registers, of linear ops (int8), attention (int16) and what stays f32, and the levels of memory,
+    nearest first, on `threads` threads.
 
     The last level is memory itself; `dram_samples` are its probes in this run, in bytes per second.
     """
@@ -56,6 +58,7 @@ class Ceilings:
     isa: str
     threads: int
     int8_macs_per_second: float
+    int16_macs_per_second: float
     fma_macs_per_second: float
     levels: tuple[Level, ...]
     dram_samples: tuple[float, ...] = ()
@@ -79,6 +82,7 @@ class Ceilings:
         return replace(
             self,
             int8_macs_per_second=self.int8_macs_per_second * efficiency.int8,
+            int16_macs_per_second=self.int16_macs_per_second * efficiency.int16,
             fma_macs_per_second=self.fma_macs_per_second * efficiency.fma,
             levels=tuple(replace(level, bytes_per_second=level.bytes_per_second * efficiency.stream) for level in self.levels),
         )
@@ -87,6 +91,7 @@ class Ceilings:
         return {
             "threads": self.threads,
             "int8_macs_per_second": self.int8_macs_per_second,
+            "int16_macs_per_second": self.int16_macs_per_second,
             "fma_macs_per_second": self.fma_macs_per_second,
             "bytes_per_second": self.bytes_per_second,
             "levels": [
@@ -105,21 +110,23 @@ class Ceilings:
         probes = f" (probes {', '.join(f'{s / 1e9:,.1f}' for s in self.dram_samples)})" if len(self.dram_samples) > 1 else ""
         return (
             f"ceilings on {counted(self.threads, 'thread')} ({self.isa}): "
-            f"{INT8} {self.int8_macs_per_second / 1e9:,.0f} GMAC/s, {FMA} {self.fma_macs_per_second / 1e9:,.0f} GMAC/s{caches}, "
+            f"{INT8} {self.int8_macs_per_second / 1e9:,.0f} GMAC/s, {INT16} {self.int16_macs_per_second / 1e9:,.0f} GMAC/s, "
+            f"{FMA} {self.fma_macs_per_second / 1e9:,.0f} GMAC/s{caches}, "
             f"{DRAM} {self.bytes_per_second / 1e9:,.1f} GB/s{probes}"
         )
 
 
 @dataclass(frozen=True, slots=True)
 class Work(Sums):
-    """What a stage does at least: integer and f32 multiply-accumulates, and bytes of weights and KV state that it reads."""
+    """What a stage does at least: multiply-accumulates by kind, and bytes of weights and KV state that it reads."""
 
-    int8_macs: int
-    fma_macs: int
-    stream_bytes: int
+    int8_macs: int = 0
+    int16_macs: int = 0
+    fma_macs: int = 0
+    stream_bytes: int = 0
 
 
-NOTHING = Work(0, 0, 0)
+NOTHING = Work()
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,15 +148,16 @@ def bound(stages: Iterable[Work], ceilings: Ceilings, weight_bytes: int) -> Boun
     `weight_bytes` of the whole model say which level they are read from.
     """
     level = ceilings.level(weight_bytes)
-    parts = dict.fromkeys((INT8, FMA, level.name), 0.0)
+    parts = dict.fromkeys((INT8, INT16, FMA, level.name), 0.0)
     for work in stages:
-        int8, fma = work.int8_macs / ceilings.int8_macs_per_second, work.fma_macs / ceilings.fma_macs_per_second
+        arithmetic = {
+            INT8: work.int8_macs / ceilings.int8_macs_per_second,
+            INT16: work.int16_macs / ceilings.int16_macs_per_second,
+            FMA: work.fma_macs / ceilings.fma_macs_per_second,
+        }
         stream = work.stream_bytes / level.bytes_per_second
-        if stream > int8 + fma:
-            parts[level.name] += stream
-        else:
-            parts[INT8] += int8
-            parts[FMA] += fma
+        for name, seconds in ({level.name: stream} if stream > sum(arithmetic.values()) else arithmetic).items():
+            parts[name] += seconds
     return Bound(sum(parts.values()), tuple(parts.items()))
 
 
@@ -167,6 +175,7 @@ def measure_ceilings(threads: int, caches: bool = False, probe_megabytes: int = 
         _native.isa(),
         threads,
         _best(partial(_native.measure_int8, threads)),
+        _best(partial(_native.measure_int16, threads)),
         _best(partial(_native.measure_fma, threads)),
         (*levels, Level(DRAM, None, memory)),
         (memory,),

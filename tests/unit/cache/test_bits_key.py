@@ -21,7 +21,7 @@ from quaff.weights.packing import write_packed
 def key(path: Path, context: int | None = None) -> bytes:
     with open_checkpoint(path) as checkpoint:
         model = read_model(checkpoint, context)
-        return bits_key(content_sha256(model.views), model.config, "int8", "float16")
+        return bits_key(content_sha256(model.views), model.config, "int8", "int16")
 
 
 def test_keys_differ_in_everything_that_changes_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -30,15 +30,15 @@ def test_keys_differ_in_everything_that_changes_bits(tmp_path: Path, monkeypatch
         content = content_sha256(model.views)
     config = model.config
     keys = {
-        bits_key(content, config, "int8", "float16"),
-        bits_key("0" * 64, config, "int8", "float16"),
-        bits_key(content, config, "float32", "float16"),
+        bits_key(content, config, "int8", "int16"),
+        bits_key("0" * 64, config, "int8", "int16"),
+        bits_key(content, config, "float32", "int16"),
         bits_key(content, config, "int8", "float32"),
-        bits_key(content, replace(config, eps=1e-6), "int8", "float16"),
-        bits_key(content, replace(config, embedding_scale=2.0), "int8", "float16"),
+        bits_key(content, replace(config, eps=1e-6), "int8", "int16"),
+        bits_key(content, replace(config, embedding_scale=2.0), "int8", "int16"),
     }
     monkeypatch.setattr(module._native, "NUMERICS_VERSION", module._native.NUMERICS_VERSION + 1)
-    keys.add(bits_key(content, config, "int8", "float16"))
+    keys.add(bits_key(content, config, "int8", "int16"))
     assert len(keys) == 7
     assert all(len(k) == 32 for k in keys)
 

@@ -21,7 +21,7 @@ from quaff.weights.budget import Accountant, human_bytes
 
 @dataclass
 class FakePool:
-    """Pages as NumPy arrays [layers, kv_heads, 64*(dim + value_dim)], zeroed when taken."""
+    """Pages as NumPy arrays [layers, kv_heads, 64*(dim + value_dim + 2)], zeroed when taken."""
 
     layers: int
     kv_heads: int
@@ -32,11 +32,11 @@ class FakePool:
 
     @property
     def page_bytes(self) -> int:
-        return self.layers * self.kv_heads * PAGE * (self.dim + self.value_dim) * 2
+        return self.layers * self.kv_heads * PAGE * (self.dim + self.value_dim + 2) * 2
 
     def take(self) -> int:
         self.next_id += 1
-        self.pages[self.next_id] = np.zeros((self.layers, self.kv_heads, PAGE * (self.dim + self.value_dim)), np.uint16)
+        self.pages[self.next_id] = np.zeros((self.layers, self.kv_heads, PAGE * (self.dim + self.value_dim + 2)), np.uint16)
         return self.next_id
 
     def give(self, page: int) -> None:
@@ -67,8 +67,9 @@ def write(cache: PageCache, sequence: int, tokens: list[int]) -> None:
         for i, token in enumerate(tokens):
             p = start + i
             page = pool.pages[int(table[p // PAGE])]
-            page[:, :, : PAGE * dim].reshape(2, 1, dim, PAGE)[..., p % PAGE] = token * 7 + p
-            page[:, :, PAGE * dim :].reshape(2, 1, PAGE, -1)[:, :, p % PAGE] = token * 7 + p + 1
+            page[:, :, : PAGE * dim].reshape(2, 1, dim // 2, PAGE, 2)[..., p % PAGE, :] = token * 7 + p
+            page[:, :, PAGE * dim : -2 * PAGE].reshape(2, 1, PAGE // 2, -1, 2)[:, :, p % PAGE // 2, :, p % 2] = token * 7 + p + 1
+            page[:, :, -2 * PAGE :].reshape(2, 1, 2, PAGE)[..., p % PAGE] = (p + 2, p + 3)
     cache.commit(sequence, start + len(tokens))
 
 
@@ -175,8 +176,9 @@ def test_hash_is_of_written_visible_positions_in_the_stated_order() -> None:
     for window in (0, 70):
         begin = max(0, 200 - window + 1) if window else 0
         k, v = (np.array([[tokens[p] * 7 + p + i] * dim for p in range(begin, 200)], dtype="<u2") for i, dim in enumerate((16, 32)))
+        scales = np.array([[p + 2, p + 3] for p in range(begin, 200)], dtype="<u2")
         for _layer in range(2):
-            digest.update(k.tobytes() + v.tobytes())
+            digest.update(np.concatenate([k, v, scales], axis=1).tobytes())
     assert cache.kv_sha256(s) == digest.hexdigest()
 
 
@@ -189,10 +191,13 @@ def test_hash_sees_one_changed_bit() -> None:
     pool = cache.pools[0]
     assert isinstance(pool, FakePool)
     page = pool.pages[int(cache.tables(s)[0][1])]
-    page[1, 0, 64 * 16 + 5 * 32] ^= 1  # V of position 69
-    assert cache.kv_sha256(s) != before
-    page[1, 0, 64 * 16 + 5 * 32] ^= 1
-    page[1, 0, 64 * 16 + 6 * 32] ^= 1  # position 70 is not written
+    values, scales = 64 * 16, 64 * 48
+    for written in (2 * 5 + 1, values + 2 * 2 * 32 + 1, scales + 5, scales + 64 + 5):  # K, V and scales of position 69
+        page[1, 0, written] ^= 1
+        assert cache.kv_sha256(s) != before
+        page[1, 0, written] ^= 1
+    for later in (2 * 6, values + 3 * 2 * 32, scales + 6, scales + 64 + 6):  # position 70 is not written
+        page[1, 0, later] ^= 1
     assert cache.kv_sha256(s) == before
 
 

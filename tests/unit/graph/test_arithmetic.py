@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from fractions import Fraction
+from typing import Any
 
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 
 from quaff.graph import arithmetic as f32
+from quaff.graph.reference import attend
 
 FINITE = st.floats(width=32, allow_nan=False, allow_infinity=False)
 NEAR_ONE = st.integers(0, 2**23 - 1).map(lambda k: float(np.float32(1 + k * 2.0**-23)))
@@ -183,9 +186,58 @@ def test_rope_turns_pairs() -> None:
     assert side[4:].tolist() == apart[4:].tolist() == [5, 6], "dimensions after the rotary ones stay"
 
 
-def test_f16_clamps_and_rounds() -> None:
-    x = np.array([1e9, -1e9, 65519, 2.0**-24, 2.0**-25, 3 * 2.0**-25, 1 + 2.0**-11], dtype=np.float32)
-    assert f32.to_f16(x).astype(float).tolist() == [65504, -65504, 65504, 2.0**-24, 0, 2.0**-23, 1]
+def test_keys_are_clamped() -> None:
+    x = np.array([1e9, -1e9, 65504, -3, np.nan], dtype=np.float32)
+    assert f32.clamp_f16(x).tolist() == [65504, -65504, 65504, -3, -65504]
+
+
+def test_codes_of_13_bits() -> None:
+    rng = np.random.default_rng(5)
+    x = (rng.standard_normal((500, 64)) * 2.0 ** rng.uniform(-60, 12, (500, 1))).astype(np.float32)
+    coded = f32.encode(x)
+    assert coded.scale is not None and not (coded.scale.view(np.uint32) & 0xFFFF).any(), "scales are bf16"
+    tops = np.abs(coded.values).max(axis=1)
+    assert tops.max() == 4095 and tops.min() >= 4095 * 128 // 129, (
+        "the largest of a row has the largest code, or what rounding scales up leaves"
+    )
+    assert (np.abs(coded.values * coded.scale[:, None].astype(float) - x) <= 0.5001 * coded.scale[:, None]).all()
+    edge = np.array([[2.0**-64, 0], [2.0**-65, 0], [0, 0], [65504, -65504]], dtype=np.float32)
+    small = f32.encode(edge)
+    assert small.scale is not None
+    assert small.values[:, 0].tolist() == [4064, 0, 0, 4094] and (small.scale == 0).tolist() == [False, True, True, False]
+
+
+def test_powers_of_two() -> None:
+    x = np.concatenate([np.linspace(-92, 0, 100_001), [-0.5, -1.5, -91.5]]).astype(np.float32)
+    np.testing.assert_allclose(f32.power(x).astype(float), np.exp2(x.astype(float)), rtol=4.4 * 2.0**-24)
+    assert f32.power(np.array([0, -1, -92, np.nextafter(np.float32(-92), np.float32(-100)), -np.inf], np.float32)).tolist() == [
+        1,
+        0.5,
+        2.0**-92,
+        0,
+        0,
+    ]
+
+
+def test_codes_attend_as_well_as_halves() -> None:
+    """Against f64: codes of keys, values, q and probabilities err no more than twice what keys and values rounded to f16 do."""
+    rng = np.random.default_rng(11)
+    for length, spread in ((40, 1.0), (300, 1.0), (300, 4.0)):
+        q = (rng.standard_normal((20, 1, 64)) * spread).astype(np.float32)
+        k, v = (rng.standard_normal((length, 1, 64)).astype(np.float32) for _ in range(2))
+        at = np.full(20, length - 1)
+
+        def exact(k: NDArray[Any], v: NDArray[Any], q: NDArray[Any] = q) -> NDArray[Any]:
+            s = q[:, 0].astype(float) @ k[:, 0].astype(float).T / 8
+            p = np.exp(s - s.max(axis=1, keepdims=True))
+            return p @ v[:, 0].astype(float) / p.sum(axis=1, keepdims=True)
+
+        true = exact(k, v)
+        halves = np.abs(exact(k.astype(np.float16), v.astype(np.float16)) - true)
+        codes = np.abs(attend(q, at, f32.encode(k), f32.encode(v), 0, 0.125, 0.0)[:, 0] - true)
+        wide = np.abs(attend(q, at, f32.Coded(k), f32.Coded(v), 0, 0.125, 0.0)[:, 0] - true)
+        assert codes.max() < 2 * halves.max() and np.sqrt((codes**2).mean()) < 2 * np.sqrt((halves**2).mean())
+        assert wide.max() < codes.max() / 20
 
 
 def test_experts_are_chosen_by_score_then_number() -> None:

@@ -230,7 +230,7 @@ def test_counts(tmp_path: Path) -> None:
     assert head.macs_per_row == tiny.dim * tiny.vocab
     assert mixer.linear_weights == tuple(f"blk.0.attn_{r}.weight" for r in ("q", "k", "v", "output"))
     assert mixer.small_weights == ("blk.0.attn_norm.weight",) and embed.small_weights == embed.linear_weights == ()
-    assert mixer.kv_bytes_per_row == 2 * 2 * kv
+    assert mixer.kv_bytes_per_row(2) == 2 * 2 * kv + 4 * tiny.kv_heads and mixer.kv_bytes_per_row(4) == 2 * 4 * kv
     assert mixer.attention_macs(10, 3) == 2 * q * (11 + 12 + 13)
     assert set(g.weight_names) == set(tiny.tensors())
 

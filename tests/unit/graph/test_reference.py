@@ -305,13 +305,17 @@ def test_page_layout(gqa: Model) -> None:
     kind = gqa.graph().kv_kinds[0]
     pages = state.pages(0)
     assert kind.value_dim == kind.dim
-    assert pages.shape == (2, len(kind.layers), kind.kv_heads, 2 * 64 * kind.dim) and pages.dtype == np.uint16
-    pages = pages.reshape(*pages.shape[:3], 2, -1)
+    assert pages.shape == (2, len(kind.layers), kind.kv_heads, 64 * (2 * kind.dim + 2)) and pages.dtype == np.uint16
+    scales, pages = pages[..., -128:], pages[..., :-128].reshape(*pages.shape[:3], 2, -1)
     for position, layer, head, d in ((0, 0, 0, 0), (63, 1, 1, 5), (64, 0, 1, 15), (69, 1, 0, 3)):
         page, slot = divmod(position, 64)
-        assert pages[page, layer, head, 0, d * 64 + slot] == state.keys[0][layer][position, head, d].view(np.uint16)
-        assert pages[page, layer, head, 1, slot * kind.dim + d] == state.values[0][layer][position, head, d].view(np.uint16)
-    assert not pages[1, :, :, 0].reshape(-1, kind.dim, 64)[..., 6:].any(), "positions not written are zero"
+        keys, values = state.keys[0][layer], state.values[0][layer]
+        assert pages[page, layer, head, 0, d // 2 * 128 + 2 * slot + d % 2] == keys.values[position, head, d].view(np.uint16)
+        assert pages[page, layer, head, 1, slot // 2 * 2 * kind.dim + 2 * d + slot % 2] == values.values[position, head, d].view(np.uint16)
+        assert keys.scale is not None and values.scale is not None
+        for i, scale in enumerate((keys.scale, values.scale)):
+            assert int(scales[page, layer, head, 64 * i + slot]) << 16 == scale[position, head].view(np.uint32)
+    assert not pages[1, :, :, 0].reshape(-1, kind.dim // 2, 64, 2)[..., 6:, :].any(), "positions not written are zero"
 
 
 def test_token_ids_are_checked(gqa: Model) -> None:

@@ -35,6 +35,6 @@ def slowed(self: Runner, batch: Any, *rest: Any, **named: Any) -> Any:
 Runner.run = slowed  # type: ignore[method-assign]
 bench.time = SimpleNamespace(perf_counter=time.process_time)  # type: ignore[assignment]
 # The guard does not look at ceilings, and measuring them takes most of such a short run.
-bench.measure_ceilings = lambda threads, caches, megabytes: Ceilings("none", threads, 1.0, 1.0, (Level("DRAM", None, 1.0),))
+bench.measure_ceilings = lambda threads, caches, megabytes: Ceilings("none", threads, 1.0, 1.0, 1.0, (Level("DRAM", None, 1.0),))
 bench.probe_memory = lambda threads, megabytes: 1.0
 main(arguments)

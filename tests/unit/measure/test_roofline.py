@@ -6,18 +6,18 @@ import pytest
 
 from quaff import _native
 from quaff.measure import roofline
-from quaff.measure.roofline import DRAM, FMA, INT8, Ceilings, Efficiency, Level, Work, bound, cache_sizes, measure_ceilings
+from quaff.measure.roofline import DRAM, FMA, INT8, INT16, Ceilings, Efficiency, Level, Work, bound, cache_sizes, measure_ceilings
 
 MIB = 1 << 20
 LEVELS = (Level("L2", 2 * MIB, 100e9), Level("L3", 32 * MIB, 50e9), Level(DRAM, None, 10e9))
-CEILINGS = Ceilings("avx512", 2, 400e9, 100e9, LEVELS, (10e9,))
+CEILINGS = Ceilings("avx512", 2, 400e9, 200e9, 100e9, LEVELS, (10e9,))
 
 
 def test_each_stage_takes_the_larger_of_arithmetic_and_reading() -> None:
-    compute, stream = Work(800 * 10**9, 50 * 10**9, 10**9), Work(10**9, 0, 40 * 10**9)
+    compute, stream = Work(800 * 10**9, 60 * 10**9, 50 * 10**9, 10**9), Work(10**9, 0, 0, 40 * 10**9)
     both = bound([compute, stream], CEILINGS, 100 * MIB)
-    assert both.seconds == pytest.approx(2.0 + 0.5 + 4.0)
-    assert dict(both.parts) == pytest.approx({INT8: 2.0, FMA: 0.5, DRAM: 4.0}) and both.ceiling == DRAM
+    assert both.seconds == pytest.approx(2.0 + 0.3 + 0.5 + 4.0)
+    assert dict(both.parts) == pytest.approx({INT8: 2.0, INT16: 0.3, FMA: 0.5, DRAM: 4.0}) and both.ceiling == DRAM
     # In one stage they overlap; the sum of the same work is less than the sum of its stages.
     assert bound([compute + stream], CEILINGS, 100 * MIB).seconds == pytest.approx(4.1)
     assert bound([compute], CEILINGS, 100 * MIB).ceiling == INT8
@@ -29,7 +29,7 @@ def test_each_stage_takes_the_larger_of_arithmetic_and_reading() -> None:
 )
 def test_weights_are_read_from_the_nearest_level_that_they_fill_by_half(nbytes: int, name: str) -> None:
     assert CEILINGS.level(nbytes).name == name
-    assert name in dict(bound([Work(0, 0, 1)], CEILINGS, nbytes).parts)
+    assert name in dict(bound([Work(0, 0, 0, 1)], CEILINGS, nbytes).parts)
 
 
 def test_probes_are_averaged_and_kept() -> None:
@@ -40,8 +40,8 @@ def test_probes_are_averaged_and_kept() -> None:
 
 
 def test_efficiency_lowers_every_ceiling() -> None:
-    lower = CEILINGS.at(Efficiency(int8=0.5, fma=0.25, stream=0.8))
-    assert (lower.int8_macs_per_second, lower.fma_macs_per_second) == (200e9, 25e9)
+    lower = CEILINGS.at(Efficiency(int8=0.5, int16=0.75, fma=0.25, stream=0.8))
+    assert (lower.int8_macs_per_second, lower.int16_macs_per_second, lower.fma_macs_per_second) == (200e9, 150e9, 25e9)
     assert [level.bytes_per_second for level in lower.levels] == [80e9, 40e9, 8e9]
 
 
@@ -77,7 +77,15 @@ def test_measured_ceilings_have_every_level(monkeypatch: pytest.MonkeyPatch) -> 
     found = measure_ceilings(2, caches=True)
     assert [(level.name, level.capacity_bytes) for level in found.levels] == [("L1", 64 << 10), ("L2", 2 * MIB), (DRAM, None)]
     assert found.isa == _native.isa() and found.threads == 2 and len(found.dram_samples) == 1
-    assert min(found.int8_macs_per_second, found.fma_macs_per_second, *(level.bytes_per_second for level in found.levels)) > 0
+    assert (
+        min(
+            found.int8_macs_per_second,
+            found.int16_macs_per_second,
+            found.fma_macs_per_second,
+            *(level.bytes_per_second for level in found.levels),
+        )
+        > 0
+    )
     assert [level.name for level in measure_ceilings(1).levels] == [DRAM]
 
 

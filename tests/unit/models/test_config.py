@@ -31,7 +31,7 @@ MODEL = ModelConfig("llama", "tiny", 64, 96, 300, 4096, 1e-5, (FULL, SLIDING))
         ({"memory": True}, "memory is True"),
         ({"memory": "2GiB"}, "memory is '2GiB'"),
         ({"memory": 1 << 30, "memory_limit_bytes": 1 << 30}, "memory and memory_limit_bytes"),
-        ({"kv_dtype": "float64"}, "kv_dtype is 'float64'; expected float16 or float32"),
+        ({"kv_dtype": "float64"}, "kv_dtype is 'float64'; expected int16 or float32"),
     ],
 )
 def test_engine_options(change: dict[str, Any], match: str) -> None:
