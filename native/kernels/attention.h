@@ -29,8 +29,9 @@ template <class V> QUAFF_INLINE typename V::F power(typename V::F x) {
     return V::zero_where(V::lt(x, V::set(kPowerMin)), V::ldexp(V::fma(y, r, V::set(1.0f)), n));
 }
 
-// Codes of n values, and their scale: the largest magnitude over kKvCode, rounded up to a bf16. Below 2^-64 all codes are 0.
-template <class V> QUAFF_INLINE float encode(const float* x, int64_t n, int16_t* codes) {
+// Codes of n values, each 16 of them given to put(index, codes), and their scale: the largest magnitude over kKvCode, rounded up to a bf16. Below
+// 2^-64 all codes are 0.
+template <class V, class Put> QUAFF_INLINE float encode(const float* x, int64_t n, Put put) {
     auto top = V::iset(0);
     for (int64_t i = 0; i < n; i += kLanes)
         top = V::imax(top, V::iand(V::bits(V::load(x + i)), V::iset(0x7fffffff)));
@@ -48,7 +49,7 @@ template <class V> QUAFF_INLINE float encode(const float* x, int64_t n, int16_t*
         factor = 1.0f / scale;
     }
     for (int64_t i = 0; i < n; i += kLanes)
-        V::store_i16(codes + i, factor == 0.0f ? V::iset(0) : V::round(V::mul(V::load(x + i), V::set(factor))));
+        put(i, factor == 0.0f ? V::iset(0) : V::round(V::mul(V::load(x + i), V::set(factor))));
     return scale;
 }
 
@@ -405,7 +406,7 @@ template <class V, class Value = int16_t> struct AttendTile {
             p = q + kRows * dim;
             for (int t = 0; t < rows; ++t) {
                 scale(t, rest);
-                q_scale[t] = encode<V>(rest, dim, q + t * dim);
+                q_scale[t] = encode<V>(rest, dim, [&](int64_t i, typename V::I codes) { V::store_i16(q + t * dim + i, codes); });
             }
         } else {
             q = rest;
@@ -480,25 +481,32 @@ template <class V> QUAFF_INLINE void clamp_row(const float* from, float* to, int
         V::store(to + d, V::min(V::max(V::load(from + d), V::set(-kF16Max)), V::set(kF16Max)));
 }
 
-// K and V of one position into a page of codes: K is transposed, so that a score's sum over d runs with positions in the lanes.
+// K and V of one position into a page of codes: K is transposed, so that a score's sum over d runs with positions in the lanes; V goes into the
+// low or high halves of words that it shares with its neighbour.
 template <class V> static void kv_write(const float* k, const float* v, uint16_t* page, int64_t dim, int64_t value_dim, int64_t slot) {
     alignas(64) float row[kMaxHeadDim];
-    alignas(64) int16_t codes[kMaxHeadDim];
+    alignas(64) int16_t column[kLanes];
     uint16_t *values = page + kPage * dim, *scales = values + kPage * value_dim;
-    const auto encoded = [&](const float* x, int64_t n) {
-        clamp_row<V>(x, row, n);
-        const float scale = encode<V>(row, n, codes);
+    const auto upper = [](float x) {
         uint32_t word;
-        __builtin_memcpy(&word, &scale, 4);
+        __builtin_memcpy(&word, &x, 4);
         return static_cast<uint16_t>(word >> 16);
     };
-    scales[slot] = encoded(k, dim);
-    for (int64_t d = 0; d < dim; d += 2)
-        __builtin_memcpy(page + d * kPage + slot * 2, codes + d, 4);
-    scales[kPage + slot] = encoded(v, value_dim);
-    values += slot / 2 * 2 * value_dim + slot % 2;
-    for (int64_t d = 0; d < value_dim; ++d)
-        values[2 * d] = static_cast<uint16_t>(codes[d]);
+    clamp_row<V>(k, row, dim);
+    scales[slot] = upper(encode<V>(row, dim, [&](int64_t d, typename V::I codes) {
+        V::store_i16(column, codes);
+        for (int64_t j = 0; j < kLanes; j += 2)
+            __builtin_memcpy(page + (d + j) * kPage + slot * 2, column + j, 4);
+    }));
+    clamp_row<V>(v, row, value_dim);
+    values += slot / 2 * 2 * value_dim;
+    scales[kPage + slot] = upper(encode<V>(row, value_dim, [&](int64_t d, typename V::I codes) {
+        alignas(64) int32_t words[kLanes];
+        __builtin_memcpy(words, values + 2 * d, sizeof words);
+        const auto low = slot % 2 ? V::iload(words) : codes, high = slot % 2 ? V::template shl<16>(codes) : V::iload(words);
+        V::istore(words, V::ior(V::iand(low, V::iset(0xffff)), V::iand(high, V::iset(INT32_MIN >> 15))));
+        __builtin_memcpy(values + 2 * d, words, sizeof words);
+    }));
 }
 
 template <class V> static void kv_write_f32(const float* k, const float* v, float* page, int64_t dim, int64_t value_dim, int64_t slot) {

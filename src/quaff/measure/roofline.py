@@ -43,7 +43,7 @@ class Efficiency:
     stream: float
 
 
-EFFICIENCY = Efficiency(int8=0.5, int16=0.6, fma=0.74, stream=0.85)
+EFFICIENCY = Efficiency(int8=0.6, int16=0.54, fma=0.74, stream=0.85)
 """What `predicted` seconds assume; docs/measuring.md says where the figures come from and how to renew them."""
 
 

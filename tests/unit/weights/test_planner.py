@@ -145,7 +145,7 @@ def test_the_smallest_budget_does_and_less_does_not(large: Model) -> None:
 @pytest.mark.parametrize("positions", [300, 4000])
 @pytest.mark.parametrize("name", ["large", *LAYOUTS])
 def test_a_larger_budget_never_reads_more(large: Model, layouts: dict[str, Model], name: str, positions: int) -> None:
-    """Passes of a prompt and bytes from disk for a token after it, over a hundred budgets and more: up to all weights, and close to the least."""
+    """Passes of a prompt and bytes from disk for a token after it, over hundreds of budgets: up to all weights, and close to the least."""
     model = {"large": large, **layouts}[name]
     least, weights = model.least(positions), sum(model.sizes.values())
     steps = 400 if name == "large" else 40  # of its 4,000 positions, few budgets hold some weights and not all
