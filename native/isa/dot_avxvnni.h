@@ -5,6 +5,7 @@
 namespace quaff::isa {
 
 struct DotAvxVnni : BytesAvx2 {
+    using V = VecAvxVnni;
     template <int bits> using Operand = Bytes;
     template <int bits> using Part = V::I;
     template <int bits> static constexpr int kSteps = 8;

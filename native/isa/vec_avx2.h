@@ -14,7 +14,7 @@ struct VecAvx2 {
         __m256i a, b;
     };
     using M = F; // all ones or all zeros a lane
-    // Attention: 6 rows x 1 block of 2 registers = 12 accumulators, 2 registers of K or V and a broadcast: 15 of 16.
+    // Attention: 6 rows x 1 block of 2 registers = 12 accumulators, 2 registers of K or V, a broadcast and a product: 16 of 16.
     static constexpr int kAttendRows = 6, kAttendBlocks = 1;
 
     QUAFF_INLINE static F zero() { return {_mm256_setzero_ps(), _mm256_setzero_ps()}; }
@@ -98,11 +98,6 @@ struct VecAvx2 {
     QUAFF_INLINE static F from_bits(I x) { return {_mm256_castsi256_ps(x.a), _mm256_castsi256_ps(x.b)}; }
 
     QUAFF_INLINE static F load_f16(const uint16_t* p) { return {_mm256_cvtph_ps(load128(p)), _mm256_cvtph_ps(load128(p + 8))}; }
-    QUAFF_INLINE static void store_f16(uint16_t* p, F v) {
-        constexpr int mode = _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC;
-        _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm256_cvtps_ph(v.a, mode));
-        _mm_storeu_si128(reinterpret_cast<__m128i*>(p + 8), _mm256_cvtps_ph(v.b, mode));
-    }
     QUAFF_INLINE static F load_bf16(const uint16_t* p) {
         return from_bits(shl<16>(I{_mm256_cvtepu16_epi32(load128(p)), _mm256_cvtepu16_epi32(load128(p + 8))}));
     }
@@ -193,9 +188,9 @@ private:
 // A type of its own, so that templates compiled with -mavxvnni never share a symbol with the plain AVX2 ones.
 struct VecAvxVnni : VecAvx2 {
 #ifdef __AVXVNNI__
-    QUAFF_INLINE static F dot_pairs(F sum, Pairs x, __m256i pair) { // as in VecAvx512
-        asm("vpdpwssd %2, %1, %0" : "+x"(sum.a) : "x"(x.a), "x"(pair));
-        asm("vpdpwssd %2, %1, %0" : "+x"(sum.b) : "x"(x.b), "x"(pair));
+    QUAFF_INLINE static F dot_pairs(F sum, Pairs x, __m256i pair) { // as in VecAvx512; without {vex} it would be an AVX-512 instruction
+        asm("%{vex%} vpdpwssd %2, %1, %0" : "+x"(sum.a) : "x"(x.a), "x"(pair));
+        asm("%{vex%} vpdpwssd %2, %1, %0" : "+x"(sum.b) : "x"(x.b), "x"(pair));
         return sum;
     }
 #endif

@@ -75,9 +75,6 @@ struct VecAvx512 {
     QUAFF_INLINE static F from_bits(I a) { return _mm512_castsi512_ps(a); }
 
     QUAFF_INLINE static F load_f16(const uint16_t* p) { return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p))); }
-    QUAFF_INLINE static void store_f16(uint16_t* p, F v) {
-        _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
-    }
     QUAFF_INLINE static F load_bf16(const uint16_t* p) {
         return from_bits(shl<16>(_mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)))));
     }

@@ -112,10 +112,6 @@ struct VecNeon {
         const float16x8_t x = vreinterpretq_f16_u16(vld1q_u16(p)), y = vreinterpretq_f16_u16(vld1q_u16(p + 8));
         return {vcvt_f32_f16(vget_low_f16(x)), vcvt_high_f32_f16(x), vcvt_f32_f16(vget_low_f16(y)), vcvt_high_f32_f16(y)};
     }
-    QUAFF_INLINE static void store_f16(uint16_t* p, F v) {
-        vst1q_u16(p, vreinterpretq_u16_f16(vcvt_high_f16_f32(vcvt_f16_f32(v.a), v.b)));
-        vst1q_u16(p + 8, vreinterpretq_u16_f16(vcvt_high_f16_f32(vcvt_f16_f32(v.c), v.d)));
-    }
     QUAFF_INLINE static F load_bf16(const uint16_t* p) {
         const uint16x8_t x = vld1q_u16(p), y = vld1q_u16(p + 8);
         return from_bits({mask(vshll_n_u16(vget_low_u16(x), 16)), mask(vshll_high_n_u16(x, 16)), mask(vshll_n_u16(vget_low_u16(y), 16)),

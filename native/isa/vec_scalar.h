@@ -19,7 +19,7 @@ struct VecScalar {
         I4 a, b, c, d;
     };
     using M = I; // all ones or all zeros a lane
-    // Attention: the software fma leaves no registers to plan with; two rows share the conversion of K and V.
+    // Attention: 2 rows x 1 block of 4 registers = 8 accumulators, 4 registers of K or V and a broadcast: 13 of the 16 that SSE2 has.
     static constexpr int kAttendRows = 2, kAttendBlocks = 1;
 
     QUAFF_INLINE static F zero() { return set(0.0f); }
@@ -142,21 +142,6 @@ struct VecScalar {
         const F v = mul(from_bits(magnitude), set(0x1p112f));
         const I special = iand(igt(magnitude, iset(0x0f7fffff)), iset(0x7f800000));
         return from_bits(ior(ior(bits(v), special), shl<16>(iand(h, iset(0x8000)))));
-    }
-    // Normal results: add half an f16 step less one, plus the last kept bit, and cut. Denormal ones: adding 0.5 rounds to steps of 2^-24.
-    QUAFF_INLINE static void store_f16(uint16_t* p, F x) {
-        const I size = iand(bits(x), iset(0x7fffffff)), sign = iand(shru<16>(bits(x)), iset(0x8000));
-        const I odd = iand(shru<13>(size), iset(1));
-        const I normal = shru<13>(iadd(iadd(size, iset(0xfff - (112 << 23))), odd));
-        const I denormal = isub(bits(add(from_bits(size), set(0.5f))), iset(0x3f000000));
-        const I special = pick(igt(size, iset(0x7f800000)), iset(0x7e00), iset(0x7c00));
-        I h = pick(igt(iset(113 << 23), size), denormal, normal);
-        h = ior(pick(igt(size, iset(0x477fffff)), special, h), sign);
-        int32_t lanes[kLanes];
-        istore(lanes, h);
-        for (int i = 0; i < kLanes; ++i) {
-            p[i] = static_cast<uint16_t>(lanes[i]);
-        }
     }
     QUAFF_INLINE static F load_bf16(const uint16_t* p) { return from_bits(shl<16>(wide(p))); }
     QUAFF_INLINE static I load_i8(const int8_t* p) { return wide(p); }

@@ -450,7 +450,10 @@ void attention(const KernelTable& k, Lines& lines) {
         Buffer<float> wide(kPages * wide_size);
         const uint16_t *pages[kPages], *wide_pages[kPages];
         for (int position = 0; position < kEnd; ++position) {
-            const auto kv = numbers(random, dim + value_dim, -18, position % 37 ? 2 : 18); // f16 denormals, and now and then clamped values
+            // Now and then clamped values, or such that have no scale; a page of equal ones, whose codes and sums are as large as can be.
+            auto kv = numbers(random, dim + value_dim, -18, position % 37 ? 2 : 18);
+            if (position % 41 == 0 || position / kPage == 2)
+                std::fill(kv.begin(), kv.end(), position / kPage == 2 ? 1.0f : 0x1p-70f);
             uint16_t* page = memory.data() + static_cast<size_t>(position / kPage) * page_size;
             pages[position / kPage] = page;
             k.kv_write(kv.data(), kv.data() + dim, page, dim, value_dim, position % kPage);
@@ -473,7 +476,9 @@ void attention(const KernelTable& k, Lines& lines) {
         }
         pages_hash.values(memory);
         wide_hash.values(wide);
-        const auto q = numbers(random, kRows * dim, -6, 2);
+        auto q = numbers(random, kRows * dim, -6, 2);
+        for (const auto& [row, value] : {std::pair{26, 1.0f}, {27, 0.0f}, {28, 0x1p-80f}}) // the largest sums, equal scores, no scale
+            std::fill_n(q.begin() + row * dim, dim, value);
         Buffer<float> out(static_cast<size_t>(kRows * value_dim)), shared(out.size()), wide_out(out.size()),
             scratch(attend_scratch_floats(dim, value_dim, k.attend_tile));
         Buffer<float> parts(static_cast<size_t>(kPages * (48 + k.attend_tile * value_dim)));

@@ -83,7 +83,7 @@ class RopeTable:
     def rows(self, positions: I32) -> F32: ...  # [n, rotary_dim]: cos half, then sin half
 
 class PagePool:
-    """Memory of KV pages of one kind, zeroed when taken. Layout of a page: [layer][kv_head][K: dim x 64 | V: 64 x value_dim] f16.
+    """Memory of KV pages of one kind, zeroed when taken. Layout of a page: docs/formats.md.
 
     With `value_bytes` 4, f32 for checking: `array` gives two words of 16 bits a value."""
 

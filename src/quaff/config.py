@@ -288,7 +288,7 @@ class EngineConfig:
     `chunk` in rows, `context` in tokens (None: the model's), `memory_limit_bytes` bounds weights, KV pages and scratch. `memory` bounds all
     of the process instead: what does not fit is streamed from the file.
     `schedule` None: by chunks, or by layers where weights are streamed.
-    `activations="float32"` does not quantise activations, `kv_dtype="float32"` does not round keys, values and probabilities: slower, both
+    `activations="float32"` does not quantise activations, `kv_dtype="float32"` rounds nothing of attention to 13 bits: slower, both
     for checking against other implementations. `prefix_cache_bytes` of the limit at most keep what was computed for prompts to come; with
     a folder `store` it is kept in files too, `store_cap_bytes` of them at most.
     """

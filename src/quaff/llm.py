@@ -343,7 +343,7 @@ def load(
     `threads` None: physical cores this process may use. `chunk` rows are computed together, None: chosen from the machine's measured
     ceilings. `schedule` is the order of the work (None: the best one); neither these nor `fuse` and `isa` (for the whole process) change a
     bit.
-    `activations="float32"` and `kv_dtype="float32"` (keys and values as they are, not rounded to 13 bits) are slower modes for checking
+    `activations="float32"` and `kv_dtype="float32"` (attention in f32, nothing of it rounded to 13 bits) are slower modes for checking
     against other implementations. `context` in tokens, at most the model's.
     `memory` is the resident memory that the whole process may have, interpreter included: bytes, a text such as "2GiB", or "auto" for what
     the system can give. Weights that do not fit into it are streamed from the file, once for a prompt; no bit changes. `workload` says what

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from quaff.batch import PAGE
 from quaff.cache.pages import first_page, pages_for
-from quaff.graph.program import KVKind, StateKind, kv_bytes
+from quaff.graph.program import KVKind, StateKind, bytes_of_position
 
 VERSION = 2
 BLOCK = 4 * PAGE
@@ -59,7 +59,7 @@ class Layout:
 
     def page_bytes(self, kind: int) -> int:
         k = self.kinds[kind]
-        return len(k.layers) * k.kv_heads * PAGE * kv_bytes(k.dim, k.value_dim, k.value_bytes)
+        return len(k.layers) * k.kv_heads * PAGE * bytes_of_position(k.dim, k.value_dim, k.value_bytes)
 
     def can_shorten(self, end: int, length: int) -> bool:
         """True when what a place at `end` holds is enough for a row at `length`."""

@@ -207,10 +207,10 @@ class StageSpec:
     def kv_bytes_per_row(self, value_bytes: int) -> int:
         """Bytes of keys and values that one row writes."""
         writes = (op.ints for op in self.program.ops if op.kind == OpKind.KV_WRITE)
-        return sum(heads * kv_bytes(dim, value_dim, value_bytes) for _, _, heads, dim, value_dim in writes)
+        return sum(heads * bytes_of_position(dim, value_dim, value_bytes) for _, _, heads, dim, value_dim in writes)
 
 
-def kv_bytes(dim: int, value_dim: int, value_bytes: int) -> int:
+def bytes_of_position(dim: int, value_dim: int, value_bytes: int) -> int:
     """Bytes of one head's key and value of a position: two bf16 scales belong to codes."""
     return (dim + value_dim) * value_bytes + (4 if value_bytes == 2 else 0)
 

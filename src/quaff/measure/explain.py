@@ -245,7 +245,7 @@ def explain_json(e: Explanation) -> dict[str, Any]:
         "prompt_tokens": e.trial.prompt,
         "weight_bytes": e.weight_bytes,
         "ceilings": e.ceilings.as_dict(),
-        "efficiency": {"int8": EFFICIENCY.int8, "fma": EFFICIENCY.fma, "stream": EFFICIENCY.stream},
+        "efficiency": {"int8": EFFICIENCY.int8, "int16": EFFICIENCY.int16, "fma": EFFICIENCY.fma, "stream": EFFICIENCY.stream},
         "chosen": {"schedule": e.chosen.name, "chunk": e.chosen.chunk, "why": e.why},
         "schedules": [_cost(e, cost) for cost in e.costs],
         "plan": e.plan and e.plan.as_dict(),

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from quaff.batch import Counters
 from quaff.engine.engine import make_scheduler
-from quaff.graph.program import LINEAR_KINDS, NONE, Graph, Op, OpKind, StageSpec, kv_bytes
+from quaff.graph.program import LINEAR_KINDS, NONE, Graph, Op, OpKind, StageSpec, bytes_of_position
 from quaff.measure.roofline import Work
 from quaff.schedule import Cell, Grid, Order, StageCost, predict
 from quaff.weights.plan import Plan
@@ -75,7 +75,7 @@ def forecast(graph: Graph, costs: Sequence[StageCost], order: Order, trial: Tria
         for stage, mine in enumerate(cells):
             spent = predict(costs, grid.spans, [w.start for w in work], mine)
             counters[stage] += spent
-            kv_bytes[stage] += spent.attention_macs * kv_bytes_per_mac(graph.stages[stage]) / together
+            kv_bytes[stage] += spent.attention_macs * kv_bytes_per_mac(graph, graph.stages[stage]) / together
         for w in work:
             scheduler.finish(w.request, w.rows)
             if w.start + w.rows == known[w.request] and left[w.request]:
@@ -117,10 +117,10 @@ def linear_macs(graph: Graph, stage: StageSpec, op: Op) -> int:
     return slots * width(source) // heads * sum(width(out) for out in op.outputs)
 
 
-def kv_bytes_per_mac(stage: StageSpec) -> float:
+def kv_bytes_per_mac(graph: Graph, stage: StageSpec) -> float:
     """Bytes of keys and values that one row reads per multiply-accumulate of its attention; rows of a cell read them together."""
     for op in stage.program.ops:
         if op.kind == OpKind.ATTEND:
             _, _, heads, kv_heads, dim, _, value_dim = op.ints
-            return kv_heads * kv_bytes(dim, value_dim, 2) / (heads * (dim + value_dim))
+            return kv_heads * bytes_of_position(dim, value_dim, graph.kv_value_bytes) / (heads * (dim + value_dim))
     return 0.0

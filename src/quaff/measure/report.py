@@ -7,7 +7,7 @@ from typing import Any
 from quaff.measure import counted
 from quaff.measure.bench import BenchReport, Result
 from quaff.measure.profile import OpTime
-from quaff.measure.roofline import FMA, INT8
+from quaff.measure.roofline import FMA, INT8, INT16
 from quaff.measure.streaming import bound_of, megabytes_per_second
 from quaff.measure.table import Column, markdown
 from quaff.weights.budget import human_bytes
@@ -116,6 +116,9 @@ _PROFILE: tuple[Column[OpTime], ...] = (
 )
 
 
+ARITHMETIC = {INT8: "integer arithmetic", INT16: "integer arithmetic of attention", FMA: "f32 arithmetic"}
+
+
 def sentences(report: BenchReport) -> list[str]:
     """Ceilings, which of them binds each test, the control, and what the phase ratio implies."""
     return [*(c.sentence() for c in report.ceilings), *_binding(report), *_control(report), *_phase_ratio(report)]
@@ -125,7 +128,7 @@ def _binding(report: BenchReport) -> list[str]:
     out = []
     for r in report.results:
         limit = report.bound(r)
-        what = {INT8: "integer arithmetic", FMA: "f32 arithmetic"}.get(limit.ceiling, f"reading weights and KV state from {limit.ceiling}")
+        what = ARITHMETIC.get(limit.ceiling, f"reading weights and KV state from {limit.ceiling}")
         others = ", ".join(
             f"{name} {100 * seconds / limit.seconds:.0f} %" for name, seconds in limit.parts if seconds and name != limit.ceiling
         )

@@ -26,7 +26,7 @@ ROUNDING_BYTES = 1 << 20
 CHUNK_ROWS, LEAST_CHUNK_ROWS = 512, 64
 HEAD_BLOCK_BYTES, LEAST_HEAD_ROWS = 8 << 20, 64
 # Rows that one tile of attention takes at most on any instruction set, and f32 words beside its values.
-TILE_ROWS, TILE_WORDS = 6, 32
+TILE_ROWS, TILE_WORDS = 6, 48
 # Its multiples, modulo one, are spread evenly, however many there are.
 GOLDEN_RATIO = 0.6180339887498949
 # Of a workload that says nothing else.

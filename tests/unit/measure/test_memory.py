@@ -32,6 +32,7 @@ def test_scratch_is_what_the_engine_takes_for_a_long_prompt(tmp_path: Path) -> N
         logits = 4 * llm.config.vocab  # given back with the step
         assert (need.rows, need.chunk) == (2048, 512)
         assert llm.accountant.used_bytes == need.weight_bytes + need.scratch_bytes - logits
+        assert need.kv_bytes_per_1024_tokens == sum(16 * pool.page_bytes for pool in llm.engine.cache.pools)
 
 
 @pytest.mark.parametrize("name", ["qwen2moe", "gpt-oss"])
