@@ -1,5 +1,6 @@
 // The numerics contract in code. docs/numerics.md states the same in words; a change here that alters a bit raises kNumericsVersion.
 #pragma once
+#include <bit>
 #include <cfloat>
 #include <cstdint>
 
@@ -32,7 +33,7 @@ inline constexpr float kPowerC5 = 0x1.5ec866p-10f, kPowerC4 = 0x1.3cbf6p-7f, kPo
 // log1p(t) = w * (1 + z*p), w = 2t/(2+t), z = w*w/4, for 0 <= t <= 1: Chebyshev interpolation of (atanh(s)/s - 1)/z, s*s = z, on [0, 1/9].
 inline constexpr float kLog1pC3 = 0x1.12f598p-3f, kLog1pC2 = 0x1.21249ap-3f, kLog1pC1 = 0x1.99ad6cp-3f, kLog1pC0 = 0x1.55554cp-2f;
 inline constexpr float kTiny = 0x1p-64f; // what is smaller than this has scale 0
-inline constexpr int32_t kTinyBits = 0x1f800000;
+inline constexpr int32_t kTinyBits = std::bit_cast<int32_t>(kTiny);
 inline constexpr float kF16Max = 65504.0f;
 inline constexpr float kGeluRoot = 0.7978845608f, kGeluCube = 0.044715f;
 

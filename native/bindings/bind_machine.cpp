@@ -22,27 +22,18 @@ void bind_machine(nb::module_& m) {
             throw std::invalid_argument("measure: threads must be 1 to 1024, the length positive and bounded");
     };
     const auto released = nb::call_guard<nb::gil_scoped_release>();
-    m.def(
-        "measure_int8",
-        [check](int threads, double s) {
-            check(threads, s > 0 && s <= 60);
-            return measure_int8(threads, s);
-        },
-        "threads"_a, "seconds"_a, released);
-    m.def(
-        "measure_int16",
-        [check](int threads, double s) {
-            check(threads, s > 0 && s <= 60);
-            return measure_int16(threads, s);
-        },
-        "threads"_a, "seconds"_a, released);
-    m.def(
-        "measure_fma",
-        [check](int threads, double s) {
-            check(threads, s > 0 && s <= 60);
-            return measure_fma(threads, s);
-        },
-        "threads"_a, "seconds"_a, released);
+    const auto arithmetic = [&](const char* name, double (*measure)(int threads, double seconds)) {
+        m.def(
+            name,
+            [check, measure](int threads, double s) {
+                check(threads, s > 0 && s <= 60);
+                return measure(threads, s);
+            },
+            "threads"_a, "seconds"_a, released);
+    };
+    arithmetic("measure_int8", &measure_int8);
+    arithmetic("measure_int16", &measure_int16);
+    arithmetic("measure_fma", &measure_fma);
     m.def(
         "measure_bandwidth",
         [check](int threads, int64_t mb) {

@@ -58,7 +58,7 @@ struct VecAvx2 {
     QUAFF_INLINE static F select(M m, F yes, F no) { return {_mm256_blendv_ps(no.a, yes.a, m.a), _mm256_blendv_ps(no.b, yes.b, m.b)}; }
     QUAFF_INLINE static F zero_where(M m, F v) { return {_mm256_andnot_ps(m.a, v.a), _mm256_andnot_ps(m.b, v.b)}; } // m ? +0 : v
     // p * 2^n for integral n and a normal result: 2^n is built from its exponent bits.
-    QUAFF_INLINE static F ldexp(F p, F n) { return mul(p, from_bits(shl<23>(iadd(to_int(n), iset(127))))); }
+    QUAFF_INLINE static F ldexp(F p, F n) { return mul(p, from_bits(shl<23>(iadd(round(n), iset(127))))); }
 
     QUAFF_INLINE static I iset(int32_t x) { return {_mm256_set1_epi32(x), _mm256_set1_epi32(x)}; }
     QUAFF_INLINE static I iota() { return {_mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7), _mm256_setr_epi32(8, 9, 10, 11, 12, 13, 14, 15)}; }
@@ -92,8 +92,7 @@ struct VecAvx2 {
         return __builtin_ctz(low | high << 16);
     }
     QUAFF_INLINE static F to_float(I x) { return {_mm256_cvtepi32_ps(x.a), _mm256_cvtepi32_ps(x.b)}; }
-    QUAFF_INLINE static I to_int(F x) { return {_mm256_cvtps_epi32(x.a), _mm256_cvtps_epi32(x.b)}; } // integral values of |x| < 2^31
-    QUAFF_INLINE static I round(F x) { return to_int(x); }                                           // nearest even, |x| < 2^31
+    QUAFF_INLINE static I round(F x) { return {_mm256_cvtps_epi32(x.a), _mm256_cvtps_epi32(x.b)}; } // nearest even, |x| < 2^31
     QUAFF_INLINE static I bits(F x) { return {_mm256_castps_si256(x.a), _mm256_castps_si256(x.b)}; }
     QUAFF_INLINE static F from_bits(I x) { return {_mm256_castsi256_ps(x.a), _mm256_castsi256_ps(x.b)}; }
 

@@ -69,8 +69,7 @@ struct VecAvx512 {
         return __builtin_ctz(low | high << 16);
     }
     QUAFF_INLINE static F to_float(I a) { return _mm512_cvtepi32_ps(a); }
-    QUAFF_INLINE static I to_int(F a) { return _mm512_cvtps_epi32(a); } // integral values of |a| < 2^31
-    QUAFF_INLINE static I round(F a) { return _mm512_cvtps_epi32(a); }  // nearest even, |a| < 2^31
+    QUAFF_INLINE static I round(F a) { return _mm512_cvtps_epi32(a); } // nearest even, |a| < 2^31
     QUAFF_INLINE static I bits(F a) { return _mm512_castps_si512(a); }
     QUAFF_INLINE static F from_bits(I a) { return _mm512_castsi512_ps(a); }
 
@@ -90,8 +89,8 @@ struct VecAvx512 {
         __builtin_memcpy(&both, p, 4);
         return iset(both);
     }
-    QUAFF_INLINE static F dot_pairs(F sum, Pairs x,
-                                    I pair) { // the intrinsic takes integers, and g++ 12 then keeps arrays of sums in memory too
+    // The intrinsic takes integers, and g++ 12 then keeps arrays of sums in memory too.
+    QUAFF_INLINE static F dot_pairs(F sum, Pairs x, I pair) {
         asm("vpdpwssd %2, %1, %0" : "+v"(sum) : "v"(x), "v"(pair));
         return sum;
     }

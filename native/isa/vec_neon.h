@@ -54,7 +54,7 @@ struct VecNeon {
     }
     QUAFF_INLINE static F zero_where(M m, F v) { return select(m, zero(), v); } // m ? +0 : v
     // p * 2^n for integral n and a normal result: 2^n is built from its exponent bits.
-    QUAFF_INLINE static F ldexp(F p, F n) { return mul(p, from_bits(shl<23>(iadd(to_int(n), iset(127))))); }
+    QUAFF_INLINE static F ldexp(F p, F n) { return mul(p, from_bits(shl<23>(iadd(round(n), iset(127))))); }
 
     QUAFF_INLINE static I iset(int32_t x) { return {vdupq_n_s32(x), vdupq_n_s32(x), vdupq_n_s32(x), vdupq_n_s32(x)}; }
     QUAFF_INLINE static I iota() {
@@ -95,9 +95,6 @@ struct VecNeon {
     }
     QUAFF_INLINE static int ifind(I a, I b, int32_t x) { return isa::ifind<VecNeon>(a, b, x); }
     QUAFF_INLINE static F to_float(I x) { return {vcvtq_f32_s32(x.a), vcvtq_f32_s32(x.b), vcvtq_f32_s32(x.c), vcvtq_f32_s32(x.d)}; }
-    QUAFF_INLINE static I to_int(F x) {
-        return {vcvtq_s32_f32(x.a), vcvtq_s32_f32(x.b), vcvtq_s32_f32(x.c), vcvtq_s32_f32(x.d)};
-    }                                  // integral values of |x| < 2^31
     QUAFF_INLINE static I round(F x) { // nearest even, |x| < 2^31
         return {vcvtnq_s32_f32(x.a), vcvtnq_s32_f32(x.b), vcvtnq_s32_f32(x.c), vcvtnq_s32_f32(x.d)};
     }

@@ -362,6 +362,7 @@ template <class V, class Value = int16_t> struct AttendTile {
 
     // Pages [first, past), in order; with parts, `stride` floats a page.
     QUAFF_INLINE void walk(const AttendArgs& args, int32_t first, int32_t past, float* parts, int64_t stride) {
+        read_queries(args);
         const auto head = [&](int32_t p) { return reinterpret_cast<const Value*>(args.pages[p] + args.head_offset); };
         fetch_scales(head(first));
         for (int32_t p = first; p < past; ++p, parts = parts ? parts + stride : nullptr) {
@@ -385,7 +386,6 @@ template <class V, class Value = int16_t> struct AttendTile {
         mark_started();
     }
 
-    // q is multiplied by the scale once, here; without a cap it takes scores to units of ln 2 too.
     QUAFF_INLINE explicit AttendTile(const AttendArgs& args) {
         rows = args.count;
         dim = args.dim;
@@ -394,8 +394,12 @@ template <class V, class Value = int16_t> struct AttendTile {
         scores = args.scratch;
         more = scores + kRows * kPage;
         o = more + kRows * kPage;
-        float* rest = o + kRows * value_dim;
         V::store(page_v, V::set(1.0f));
+    }
+
+    // q is multiplied by the scale once, here; without a cap it takes scores to units of ln 2 too.
+    QUAFF_INLINE void read_queries(const AttendArgs& args) {
+        float* rest = o + kRows * value_dim;
         const float factor = cap == 0.0f ? args.scale * kLog2e : args.scale;
         const auto scale = [&](int t, float* to) {
             for (int d = 0; d < dim; d += kLanes)

@@ -32,7 +32,8 @@ template <class V> static int64_t spin_fma(int64_t iterations) {
     return iterations * kChains * kLanes;
 }
 
-// Pairs of 16-bit codes, over chains in the same way.
+// Pairs of 16-bit codes, over chains in the same way. Written out: with the step as a function object g++ 12 keeps the chains of AVX2 in memory (24
+// instead of 117 GMAC/s of fma).
 template <class V> static int64_t spin_int16(int64_t iterations) {
     constexpr int kChains = V::kAttendRows * V::kAttendBlocks;
     alignas(64) float memory[kLanes] = {};

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from quaff.batch import PAGE
 from quaff.cache.pages import first_page, pages_for
-from quaff.graph.program import KVKind, StateKind, bytes_of_position
+from quaff.graph.program import KVKind, StateKind
 
 VERSION = 2
 BLOCK = 4 * PAGE
@@ -58,8 +58,7 @@ class Layout:
         return not self.state_kinds and not any(kind.window for kind in self.kinds)
 
     def page_bytes(self, kind: int) -> int:
-        k = self.kinds[kind]
-        return len(k.layers) * k.kv_heads * PAGE * bytes_of_position(k.dim, k.value_dim, k.value_bytes)
+        return PAGE * self.kinds[kind].position_bytes
 
     def can_shorten(self, end: int, length: int) -> bool:
         """True when what a place at `end` holds is enough for a row at `length`."""

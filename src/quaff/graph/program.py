@@ -248,6 +248,11 @@ class KVKind:
     window: int
     value_bytes: int = 2
 
+    @property
+    def position_bytes(self) -> int:
+        """Bytes of a position in all layers and heads."""
+        return len(self.layers) * self.kv_heads * bytes_of_position(self.dim, self.value_dim, self.value_bytes)
+
 
 @dataclass(frozen=True, slots=True)
 class StateKind:

@@ -75,7 +75,7 @@ def forecast(graph: Graph, costs: Sequence[StageCost], order: Order, trial: Tria
         for stage, mine in enumerate(cells):
             spent = predict(costs, grid.spans, [w.start for w in work], mine)
             counters[stage] += spent
-            kv_bytes[stage] += spent.attention_macs * kv_bytes_per_mac(graph, graph.stages[stage]) / together
+            kv_bytes[stage] += kv_bytes_seen(graph, graph.stages[stage], spent.attention_macs) / together
         for w in work:
             scheduler.finish(w.request, w.rows)
             if w.start + w.rows == known[w.request] and left[w.request]:
@@ -117,10 +117,10 @@ def linear_macs(graph: Graph, stage: StageSpec, op: Op) -> int:
     return slots * width(source) // heads * sum(width(out) for out in op.outputs)
 
 
-def kv_bytes_per_mac(graph: Graph, stage: StageSpec) -> float:
-    """Bytes of keys and values that one row reads per multiply-accumulate of its attention; rows of a cell read them together."""
+def kv_bytes_seen(graph: Graph, stage: StageSpec, macs: int) -> int:
+    """Bytes of keys and values of all positions seen in `macs` multiply-accumulates of attention; rows of a cell read them together."""
     for op in stage.program.ops:
         if op.kind == OpKind.ATTEND:
             _, _, heads, kv_heads, dim, _, value_dim = op.ints
-            return kv_heads * bytes_of_position(dim, value_dim, graph.kv_value_bytes) / (heads * (dim + value_dim))
-    return 0.0
+            return macs // (heads * (dim + value_dim)) * kv_heads * bytes_of_position(dim, value_dim, graph.kv_value_bytes)
+    return 0

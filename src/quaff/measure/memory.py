@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from math import prod
 
 from quaff.engine.engine import make_scheduler
-from quaff.graph.program import Graph, bytes_of_position
+from quaff.graph.program import Graph
 from quaff.models.family import Tensors
 from quaff.schedule import Order
 from quaff.weights.sizes import packed_bytes, packed_sizes
@@ -40,7 +40,7 @@ def memory_need(graph: Graph, tensors: Tensors, chunk: int = 512) -> MemoryNeed:
     kv = sum(2 * 4 * len(kind.layers) * kind.size for kind in graph.state_kinds)
     for kind in graph.kv_kinds:
         positions = min(1024, kind.window + 64 + rows) if kind.window else 1024
-        kv += len(kind.layers) * kind.kv_heads * bytes_of_position(kind.dim, kind.value_dim, kind.value_bytes) * positions
+        kv += kind.position_bytes * positions
     scratch = graph.scratch_bytes(rows, min(chunk, rows)) + 4 * graph.config.vocab
     return MemoryNeed(sum(packed_sizes(tensors).values()), kv, scratch, rows, chunk)
 

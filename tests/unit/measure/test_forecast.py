@@ -78,7 +78,7 @@ def test_depth_and_chunks_change_only_what_they_should(llm: LLM) -> None:
     assert deep[index].kv_bytes == kv_heads * (2 * (dim + value_dim) + 4) * sum(min(n, window or n) for n in (201, 202, 203))
     token = forecast(llm.graph, costs, Order("token"), Trial(prompt=64))
     chunk = forecast(llm.graph, costs, Order("chunk", 32), Trial(prompt=64))
-    assert token[index].kv_bytes == pytest.approx(32 * chunk[index].kv_bytes, abs=32)  # whole bytes
+    assert chunk[index].kv_bytes == token[index].kv_bytes // 32  # whole bytes
 
 
 def test_work_of_float_weights_is_f32(tmp_path: Path) -> None:
@@ -90,7 +90,8 @@ def test_work_of_float_weights_is_f32(tmp_path: Path) -> None:
     spent = total(stages)
     head = stages[-1].counters.head_macs
     assert sum(s.work.int8_macs for s in stages) == head  # the tied table is integers
-    assert sum(s.work.int16_macs + s.work.fma_macs for s in stages) == spent.work - head
+    assert sum(s.work.int16_macs for s in stages) == spent.attention_macs > 0
+    assert sum(s.work.fma_macs for s in stages) == spent.work - head - spent.attention_macs
 
 
 def test_ops_have_names_that_a_reader_knows(llm: LLM) -> None:
