@@ -68,6 +68,29 @@ QUAFF_INLINE int64_t cell_bytes(const Weight& w) { return (w.groups / 16 + 1) * 
 QUAFF_INLINE int64_t code_bytes(const Weight& w) { return w.codes == Codes::kByte ? 0 : w.cols * kLanes; }        // prepared, per panel
 QUAFF_INLINE int64_t scale_floats(const Weight& w, int steps) { return w.groups * kLanes * (steps + w.has_min); } // per panel
 
+// Panels that will most likely be claimed next: of this weight from `panel` on, or the first ones of the weight that follows. They are fetched
+// into L2 while tokens pass over those before them, a few lines for every group: many at once would hold up the tile until memory has answered.
+struct Ahead {
+    Ahead() = default;
+    Ahead(const LinearArgs& a, int64_t panel, int64_t count) {
+        const Weight* w = a.w;
+        if (panel == panel_count(*w) && a.next)
+            w = a.next, panel = 0;
+        const int64_t panels = panel_count(*w), past = panel + count < panels ? panel + count : panels;
+        at = w->data + panel * w->panel_bytes;
+        end = w->data + past * w->panel_bytes;
+    }
+    QUAFF_INLINE void fetch() {
+        if (at < end) {
+            for (int i = 0; i < kLines; i++)
+                __builtin_prefetch(at + 64 * i, 0, 2);
+            at += 64 * kLines;
+        }
+    }
+    static constexpr int kLines = 4;
+    const uint8_t *at = nullptr, *end = nullptr;
+};
+
 struct Tokens {
     const int8_t* q;
     int64_t q_stride;
@@ -75,6 +98,7 @@ struct Tokens {
     int64_t o_stride;
     Cell* cells; // [ceil(groups / 16)][token]
     int64_t groups;
+    Ahead ahead;
 };
 
 // Scales and minimums of the first `count` groups of a chunk as f32, [group][row]. Products are exact.
@@ -251,7 +275,7 @@ QUAFF_INLINE void add_outliers(typename D::V::F (&acc)[R][T], typename D::Table 
 // R panels x T tokens over all groups. Tiles are inlined into the loop over panels: g++ keeps an array in registers only when the loops over it
 // are inner ones, unrolled before it decides.
 template <class D, Source source, Codes form, int G, bool has_min, int R, int T>
-QUAFF_INLINE void int_tile(const LinearArgs& a, const Panels& p, const Tokens& x, int64_t panel, int64_t token) {
+QUAFF_INLINE void int_tile(const LinearArgs& a, const Panels& p, Tokens& x, int64_t panel, int64_t token) {
     using V = typename D::V;
     constexpr bool prepared = is_prepared(source), book = source == Source::kBook;
     constexpr int bits = operand_bits(form, book);
@@ -288,6 +312,8 @@ QUAFF_INLINE void int_tile(const LinearArgs& a, const Panels& p, const Tokens& x
         const int8_t* chunk_q = x.q + g0 * G;
         for (int64_t i0 = 0; i0 < count; i0 += 32 / G) {
             const int64_t b = i0 * G / 32;
+            if constexpr (prepared)
+                x.ahead.fetch();
 #pragma GCC unroll 2
             for (int half = 0; half < 32 / G; half++) {
                 const int64_t i = i0 + half;
@@ -383,7 +409,7 @@ QUAFF_INLINE void int_tile(const LinearArgs& a, const Panels& p, const Tokens& x
 // `count` panels from `panel` on times T tokens: as many panels at once as the tile holds, the rest one by one. Packed panels are always read one
 // by one: they are bound by memory, one panel is one stream of addresses, and the groups in flight hide the latency of the chains.
 template <class D, Source source, Codes codes, int G, bool has_min, int T>
-[[gnu::noinline]] static void int_panels(const LinearArgs& a, Panels p, const Tokens& x, int64_t panel, int64_t count, int64_t token) {
+[[gnu::noinline]] static void int_panels(const LinearArgs& a, Panels p, Tokens& x, int64_t panel, int64_t count, int64_t token) {
     constexpr int R = is_prepared(source) ? D::kPanels : 1;
     const int64_t tile_floats = R * scale_floats(*a.w, scale_steps(source)), panel_floats = strides<D, source, G>(x.groups, has_min).panel;
     static_assert(R <= kMaxPanels && T <= kMaxTokens);
@@ -395,7 +421,7 @@ template <class D, Source source, Codes codes, int G, bool has_min, int T>
 }
 
 template <class D, Source source, Codes codes, int G, bool has_min, int T = D::kTokens>
-static void int_tokens(const LinearArgs& a, const Panels& p, const Tokens& x, int64_t panel, int64_t count, int64_t token, int64_t tokens) {
+static void int_tokens(const LinearArgs& a, const Panels& p, Tokens& x, int64_t panel, int64_t count, int64_t token, int64_t tokens) {
     if (tokens == T)
         return int_panels<D, source, codes, G, has_min, T>(a, p, x, panel, count, token);
     if constexpr (T > 1)
@@ -526,27 +552,6 @@ template <class D> static void few_tokens(const LinearArgs& a, Tokens& x, int64_
     });
 }
 
-// Panels that will most likely be claimed next: of this weight from `panel` on, or the first ones of the weight that follows. They are fetched
-// into L2 while tokens pass over those before them.
-struct Ahead {
-    Ahead(const LinearArgs& a, int64_t panel, int64_t count) {
-        const Weight* w = a.w;
-        if (panel == panel_count(*w) && a.next)
-            w = a.next, panel = 0;
-        const int64_t panels = panel_count(*w), past = panel + count < panels ? panel + count : panels;
-        at = w->data + panel * w->panel_bytes;
-        bytes = (past - panel) * w->panel_bytes;
-    }
-    // One of `slices` parts.
-    void fetch(int64_t slices) {
-        const int64_t part = bytes / slices + 64;
-        for (const int64_t past = done + part < bytes ? done + part : bytes; done < past; done += 64)
-            __builtin_prefetch(at + done, 0, 2);
-    }
-    const uint8_t* at;
-    int64_t bytes, done = 0;
-};
-
 // More tokens: some panels are prepared in scratch and stay in L2 while all tokens pass.
 template <class D, Source source>
 static void prepared_tokens(const LinearArgs& a, Tokens& x, int64_t panel0, int64_t panel1, uint8_t* scratch) {
@@ -570,11 +575,10 @@ static void prepared_tokens(const LinearArgs& a, Tokens& x, int64_t panel0, int6
                 prepare_panel<D, from, codes, G, book>(w, w.data + (panel + i) * w.panel_bytes,
                                                        scales + i / D::kPanels * D::kPanels * panel_floats + i % D::kPanels * stride,
                                                        codes_at + i * code_bytes(w));
-            Ahead ahead(a, panel + count, count);
+            x.ahead = Ahead(a, panel + count, count);
             for (int64_t token = 0; token < a.rows; token += D::kTokens) {
                 const int64_t tokens = a.rows - token < D::kTokens ? a.rows - token : D::kTokens;
                 prepare_tokens<D, from, G>(a, offset, token, tokens, x);
-                ahead.fetch(a.rows / D::kTokens + 1);
                 with_min<codes, book>(w,
                                       [&]<bool has_min>() { int_tokens<D, from, read, G, has_min>(a, p, x, panel, count, token, tokens); });
             }
