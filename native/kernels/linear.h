@@ -474,11 +474,12 @@ template <class D, Source source, int G>
         Cell* cell = x.cells + t;
         for (int64_t left = x.groups; left > 0; left -= 16, cell += tokens, sums += 16, scales += G / 2) {
             const typename V::I sum = V::iload(sums);
-            alignas(64) float twice[kLanes];
-            if (G == 16)
-                for (int i = 0; i < kLanes; i++)
-                    twice[i] = scales[i / 2];
-            const typename V::F scale = V::load(G == 16 ? twice : scales);
+            typename V::F scale = G == 16 ? V::load_part(scales, kLanes / 2, 0.0f) : V::load(scales);
+            if constexpr (G == 16) { // each is that of two groups
+                alignas(64) float twice[2 * kLanes];
+                V::zip(twice, scale, scale);
+                scale = V::load(twice);
+            }
             const typename V::I bits = V::bits(scale), start = V::imul(sum, less);
             if constexpr (shifted(source)) {
                 const typename V::I base = V::iadd(V::iand(bits, exponent), up), fraction = V::iand(bits, V::iset((1 << 23) - 1));

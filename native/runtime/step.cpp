@@ -319,7 +319,8 @@ void StepRun::run_stage(size_t index) {
     const bool expects = model_.in_memory && cell_size() <= kFewRows && rt_.threads() > 1 && rt_.threads() <= kFewWorkers;
     for (const Op& op : program_->ops) {
         if (expects && op.kind == OpKind::kLinear)
-            expect_linear(index, static_cast<size_t>(&op - program_->ops.data()) + 1);
+            if (const auto [next_stage, next] = next_linear(index, static_cast<size_t>(&op - program_->ops.data()) + 1); next)
+                expect_weights(*next_stage, *next);
         const auto begin = in_.profile ? Clock::now() : Clock::time_point{};
         run_op(stage, op, tail);
         if (in_.profile)

@@ -50,6 +50,8 @@ void StepRun::linear(const Stage& stage, const Op& op, bool tail) {
     const std::vector<int64_t> bounds = row_blocks();
     std::vector<QuantRows> x(bounds.size() - 1);
     rt_.owned_ += x.size() > 1;
+    const auto [next_stage, next_op] = next_linear(static_cast<size_t>(stage_), static_cast<size_t>(&op - program_->ops.data()) + 1);
+    const Weight* next = model_.in_memory && next_op ? &weight(*next_stage, next_op->weights[0]).matrix.w : nullptr;
     std::vector<LinearArgs> args; // [block][weight]
     for (size_t b = 0; b < x.size(); ++b) {
         if (op.inputs[0] != kNone)
@@ -71,7 +73,7 @@ void StepRun::linear(const Stage& stage, const Op& op, bool tail) {
                 a.out = buffer_row(out, bounds[b]);
                 a.out_stride = program_->buffer(out).width;
             }
-            a.next = j + 1 < n ? &weight(stage, op.weights[j + 1]).matrix.w : nullptr;
+            a.next = j + 1 < n ? &weight(stage, op.weights[j + 1]).matrix.w : next;
             args.push_back(a);
         }
     }
@@ -105,15 +107,16 @@ StepRun::Claims StepRun::claims(const std::vector<const Weight*>& weights, bool 
     return c;
 }
 
-// Lets workers that wait fetch the weights of the next linear op from `op` of a stage on; after the last stage comes the first of the next step.
-void StepRun::expect_linear(size_t stage, size_t op) {
+// The next linear op from `op` of a stage on, and its stage; after the last stage comes the first one of the next step.
+std::pair<const Stage*, const Op*> StepRun::next_linear(size_t stage, size_t op) const {
     const size_t stages = model_.stages.size();
     for (size_t looked = 0; looked <= stages; ++looked, ++stage, op = 0) {
         const Stage& s = model_.stages[stage % stages];
         for (; op < s.program->ops.size(); ++op)
             if (s.program->ops[op].kind == OpKind::kLinear)
-                return expect_weights(s, s.program->ops[op]);
+                return {&s, &s.program->ops[op]};
     }
+    return {nullptr, nullptr};
 }
 
 // Every worker his own stretch, or the beginning of it.

@@ -150,7 +150,7 @@ private:
         std::vector<int64_t> panels, first;
     };
     Claims claims(const std::vector<const Weight*>& weights, bool owned) const;
-    void expect_linear(size_t stage, size_t op);
+    std::pair<const Stage*, const Op*> next_linear(size_t stage, size_t op) const;
     void expect_weights(const Stage& stage, const Op& op);
     void multiply(const std::vector<LinearArgs>& args, size_t weights);
     void head_linear(const Stage& stage, const Op& op, bool tail);
