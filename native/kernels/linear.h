@@ -20,11 +20,13 @@ enum class Source {
     kBytes,     // prepared: one code a byte, f32 scales and minimums
     kBookBytes, // the same, what was a codebook's
     kSteps,     // the same of any weight, scales times each mantissa that an activation scale may have
+    kHalfSteps, // the same scales, codes in the weight itself, which the tile unpacks: many units but those of products idle
 };
 constexpr bool is_prepared(Source source) { return source != Source::kPacked && source != Source::kBook; }
 // Whether integer sums become f32 as parts of larger numbers (struct Cell).
 constexpr bool shifted(Source source) { return source != Source::kPacked && source != Source::kBytes; }
-constexpr int scale_steps(Source source) { return source == Source::kSteps ? kScaleSteps : 1; }
+constexpr bool has_steps(Source source) { return source == Source::kSteps || source == Source::kHalfSteps; }
+constexpr int scale_steps(Source source) { return has_steps(source) ? kScaleSteps : 1; }
 
 // Panels side by side, from the first one of a call on.
 struct Panels {
@@ -241,7 +243,7 @@ template <class D, Source source, int G> QUAFF_INLINE constexpr Strides strides(
     constexpr int64_t block = kOutlierBlock / G * kLanes;
     if (!is_prepared(source))
         return {2 * block, kLanes, block}; // of a block, in the tile itself
-    if (source != Source::kSteps)
+    if (!has_steps(source))
         return {groups * kLanes * (1 + has_min), kLanes, groups * kLanes};
     return {kLanes, D::kPanels * kLanes, kScaleSteps * D::kPanels * kLanes * groups}; // a tile's panels lie side by side
 }
@@ -279,7 +281,7 @@ QUAFF_INLINE void int_tile(const LinearArgs& a, const Panels& p, Tokens& x, int6
     using V = typename D::V;
     constexpr bool prepared = is_prepared(source), book = source == Source::kBook;
     constexpr int bits = operand_bits(form, book);
-    constexpr Codes read = prepared ? Codes::kByte : form;
+    constexpr Codes read = prepared && source != Source::kHalfSteps ? Codes::kByte : form;
     constexpr int64_t group_bytes = code_group_bytes(read);
     constexpr int steps = G / 4, fields = 8 / planes(read).low;
     constexpr int run = steps < D::template kSteps<bits> ? steps : D::template kSteps<bits>; // dots between two looks at the int32 sums
@@ -365,7 +367,7 @@ QUAFF_INLINE void int_tile(const LinearArgs& a, const Panels& p, Tokens& x, int6
                         const typename V::F base = has_min ? V::from_bits(V::iset(cells[t].start[i])) : V::set(cells[t].other[i]);
                         const typename V::F dot = shifted(source) ? V::sub(V::from_bits(sum[r][t]), base) : V::to_float(sum[r][t]);
                         const typename V::F scale =
-                            source == Source::kSteps ? V::load(at + step) : V::mul(V::load(at), V::from_bits(V::iset(step)));
+                            has_steps(source) ? V::load(at + step) : V::mul(V::load(at), V::from_bits(V::iset(step)));
                         acc[r][t] = V::fma(dot, scale, acc[r][t]);
                     }
                     if constexpr (has_min) {
@@ -487,7 +489,7 @@ template <class D, Source source, int G>
                 if (!a.w->has_min)
                     V::store(cell->other, V::from_bits(base));
                 V::istore(cell->step,
-                          source == Source::kSteps ? V::imul(V::template shru<kScaleShift>(fraction), step_floats) : V::ior(fraction, one));
+                          has_steps(source) ? V::imul(V::template shru<kScaleShift>(fraction), step_floats) : V::ior(fraction, one));
             } else {
                 V::istore(cell->start, start);
                 V::istore(cell->step, bits);
@@ -517,7 +519,7 @@ template <class D, Source source, Codes codes, int G, bool book>
         table = D::table(w.codebook);
     each_chunk(w, panel, [&](const uint8_t* chunk, int64_t g, int64_t groups) {
         float* at = scales + g * stride.group;
-        if constexpr (source == Source::kSteps) {
+        if constexpr (has_steps(source)) {
             alignas(64) float scale[kChunk * kLanes], min[kChunk * kLanes];
             expand_scales<V>(w, chunk, groups, scale, min);
             for (int64_t i = 0; i < groups; i++, at += stride.group) {
@@ -530,7 +532,7 @@ template <class D, Source source, Codes codes, int G, bool book>
         } else {
             expand_scales<V>(w, chunk, groups, at, at + stride.min);
         }
-        if constexpr (codes != Codes::kByte) {
+        if constexpr (codes != Codes::kByte && source != Source::kHalfSteps) {
             const uint8_t* from = chunk + chunk_codes_at(w, groups);
             for (int64_t b = 0; b < groups * w.group / 32; b++, from += code_group_bytes(codes), to += 512)
 #pragma GCC unroll 8
@@ -558,19 +560,20 @@ template <class D, Source source>
 static void prepared_tokens(const LinearArgs& a, Tokens& x, int64_t panel0, int64_t panel1, uint8_t* scratch) {
     const Weight& w = *a.w;
     auto* scales = reinterpret_cast<float*>(scratch);
-    const int64_t fit = panels_at_once(w), at_once = source == Source::kSteps || fit < 4 ? fit : 4;
+    const int64_t fit = panels_at_once(w), at_once = has_steps(source) || fit < 4 ? fit : 4;
     const int64_t panel_floats = scale_floats(w, scale_steps(source));
     auto* codes_at = reinterpret_cast<uint8_t*>(scales + at_once * panel_floats);
     with_form(w, [&]<Codes codes, int G, bool book>() {
         constexpr Codes form =
             D::template kSteps<operand_bits(codes, book)> == 8 ? Codes::kNibble : codes; // tiles that differ in nothing are one
-        constexpr Codes read = operand_bits(codes, book) == 8 ? Codes::kByte : form;
+        constexpr bool half = source == Source::kSteps && D::kUnpacksNibbles && codes == Codes::kNibble && !book;
+        constexpr Codes read = half ? codes : operand_bits(codes, book) == 8 ? Codes::kByte : form;
         const int32_t offset = operand_bits(codes, book) == 8 ? D::kWideOffset : w.offset;
-        constexpr Source from = source == Source::kBytes && book ? Source::kBookBytes : source;
+        constexpr Source from = half ? Source::kHalfSteps : source == Source::kBytes && book ? Source::kBookBytes : source;
         const int64_t stride = strides<D, from, G>(w.groups, w.has_min).panel;
         for (int64_t panel = panel0; panel < panel1; panel += at_once) {
             const int64_t count = panel1 - panel < at_once ? panel1 - panel : at_once;
-            Panels p = codes == Codes::kByte ? Panels(w, panel) : Panels(w, codes_at);
+            Panels p = codes == Codes::kByte || half ? Panels(w, panel) : Panels(w, codes_at);
             p.scales = scales;
             for (int64_t i = 0; i < count; i++)
                 prepare_panel<D, from, codes, G, book>(w, w.data + (panel + i) * w.panel_bytes,
