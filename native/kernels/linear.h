@@ -295,6 +295,12 @@ QUAFF_INLINE void int_tile(const LinearArgs& a, const Panels& p, Tokens& x, int6
         table = D::table(a.w->codebook);
     alignas(64) float unpacked[prepared ? 1 : R * 2 * block * kLanes]; // scales and minimums of a block
 
+    if constexpr (prepared) // what is stored last comes from far: stores wait in order, and the next tile behind them
+        for (int t = 0; t < T; t++) {
+            const float* out = a.out + (a.row_map ? a.row_map[token + t] : token + t) * a.out_stride + panel * kLanes;
+            for (int r = 0; r < R; r++)
+                __builtin_prefetch(out + r * kLanes, 1, 3);
+        }
     typename V::F acc[R][T];
 #pragma GCC unroll 4
     for (int r = 0; r < R; r++)
