@@ -74,11 +74,11 @@ QUAFF_INLINE int64_t scale_floats(const Weight& w, int steps) { return w.groups 
 // into L2 while tokens pass over those before them, a few lines for every group: many at once would hold up the tile until memory has answered.
 struct Ahead {
     Ahead() = default;
-    Ahead(const LinearArgs& a, int64_t panel, int64_t count) {
+    Ahead(const LinearArgs& a, int64_t panel) {
         const Weight* w = a.w;
         if (panel == panel_count(*w) && a.next)
             w = a.next, panel = 0;
-        const int64_t panels = panel_count(*w), past = panel + count < panels ? panel + count : panels;
+        const int64_t panels = panel_count(*w), count = panels_at_once(*w), past = panel + count < panels ? panel + count : panels;
         at = w->data + panel * w->panel_bytes;
         end = w->data + past * w->panel_bytes;
     }
@@ -585,7 +585,7 @@ static void prepared_tokens(const LinearArgs& a, Tokens& x, int64_t panel0, int6
                 prepare_panel<D, from, codes, G, book>(w, w.data + (panel + i) * w.panel_bytes,
                                                        scales + i / D::kPanels * D::kPanels * panel_floats + i % D::kPanels * stride,
                                                        codes_at + i * code_bytes(w));
-            x.ahead = Ahead(a, panel + count, count);
+            x.ahead = Ahead(a, panel + count);
             for (int64_t token = 0; token < a.rows; token += D::kTokens) {
                 const int64_t tokens = a.rows - token < D::kTokens ? a.rows - token : D::kTokens;
                 prepare_tokens<D, from, G>(a, offset, token, tokens, x);
