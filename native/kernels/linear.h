@@ -15,17 +15,17 @@ static_assert(kQuantGroup == 32 && kLanes == 16);
 
 // Where a tile finds codes and scales: in the weight itself (few tokens, bound by memory), or prepared for more.
 enum class Source {
-    kPacked,    // planes and scale blocks, expanded in registers
-    kBook,      // the same, codes through a codebook
-    kBytes,     // prepared: one code a byte, f32 scales and minimums
-    kBookBytes, // the same, what was a codebook's
-    kSteps,     // the same of any weight, scales times each mantissa that an activation scale may have
-    kHalfSteps, // the same scales, codes in the weight itself, which the tile unpacks: many units but those of products idle
+    kPacked,      // planes and scale blocks, expanded in registers
+    kBook,        // the same, codes through a codebook
+    kBytes,       // prepared: one code a byte, f32 scales and minimums
+    kBookBytes,   // the same, what was a codebook's
+    kSteps,       // the same of any weight, scales times each mantissa that an activation scale may have
+    kPackedSteps, // the same scales, codes in the weight itself: the tile unpacks them with units that idle beside those of products
 };
 constexpr bool is_prepared(Source source) { return source != Source::kPacked && source != Source::kBook; }
 // Whether integer sums become f32 as parts of larger numbers (struct Cell).
 constexpr bool shifted(Source source) { return source != Source::kPacked && source != Source::kBytes; }
-constexpr bool has_steps(Source source) { return source == Source::kSteps || source == Source::kHalfSteps; }
+constexpr bool has_steps(Source source) { return source == Source::kSteps || source == Source::kPackedSteps; }
 constexpr int scale_steps(Source source) { return has_steps(source) ? kScaleSteps : 1; }
 
 // Panels side by side, from the first one of a call on.
@@ -281,7 +281,7 @@ QUAFF_INLINE void int_tile(const LinearArgs& a, const Panels& p, Tokens& x, int6
     using V = typename D::V;
     constexpr bool prepared = is_prepared(source), book = source == Source::kBook;
     constexpr int bits = operand_bits(form, book);
-    constexpr Codes read = prepared && source != Source::kHalfSteps ? Codes::kByte : form;
+    constexpr Codes read = prepared && source != Source::kPackedSteps ? Codes::kByte : form;
     constexpr int64_t group_bytes = code_group_bytes(read);
     constexpr int steps = G / 4, fields = 8 / planes(read).low;
     constexpr int run = steps < D::template kSteps<bits> ? steps : D::template kSteps<bits>; // dots between two looks at the int32 sums
@@ -538,7 +538,7 @@ template <class D, Source source, Codes codes, int G, bool book>
         } else {
             expand_scales<V>(w, chunk, groups, at, at + stride.min);
         }
-        if constexpr (codes != Codes::kByte && source != Source::kHalfSteps) {
+        if constexpr (codes != Codes::kByte && source != Source::kPackedSteps) {
             const uint8_t* from = chunk + chunk_codes_at(w, groups);
             for (int64_t b = 0; b < groups * w.group / 32; b++, from += code_group_bytes(codes), to += 512)
 #pragma GCC unroll 8
@@ -572,14 +572,14 @@ static void prepared_tokens(const LinearArgs& a, Tokens& x, int64_t panel0, int6
     with_form(w, [&]<Codes codes, int G, bool book>() {
         constexpr Codes form =
             D::template kSteps<operand_bits(codes, book)> == 8 ? Codes::kNibble : codes; // tiles that differ in nothing are one
-        constexpr bool half = source == Source::kSteps && D::kUnpacksNibbles && codes == Codes::kNibble && !book;
-        constexpr Codes read = half ? codes : operand_bits(codes, book) == 8 ? Codes::kByte : form;
+        constexpr bool packed = source == Source::kSteps && D::kUnpacksNibbles && codes == Codes::kNibble && !book;
+        constexpr Codes read = packed ? codes : operand_bits(codes, book) == 8 ? Codes::kByte : form;
         const int32_t offset = operand_bits(codes, book) == 8 ? D::kWideOffset : w.offset;
-        constexpr Source from = half ? Source::kHalfSteps : source == Source::kBytes && book ? Source::kBookBytes : source;
+        constexpr Source from = packed ? Source::kPackedSteps : source == Source::kBytes && book ? Source::kBookBytes : source;
         const int64_t stride = strides<D, from, G>(w.groups, w.has_min).panel;
         for (int64_t panel = panel0; panel < panel1; panel += at_once) {
             const int64_t count = panel1 - panel < at_once ? panel1 - panel : at_once;
-            Panels p = codes == Codes::kByte || half ? Panels(w, panel) : Panels(w, codes_at);
+            Panels p = codes == Codes::kByte || packed ? Panels(w, panel) : Panels(w, codes_at);
             p.scales = scales;
             for (int64_t i = 0; i < count; i++)
                 prepare_panel<D, from, codes, G, book>(w, w.data + (panel + i) * w.panel_bytes,
