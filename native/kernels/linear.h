@@ -566,7 +566,7 @@ template <class D, Source source>
 static void prepared_tokens(const LinearArgs& a, Tokens& x, int64_t panel0, int64_t panel1, uint8_t* scratch) {
     const Weight& w = *a.w;
     auto* scales = reinterpret_cast<float*>(scratch);
-    const int64_t fit = panels_at_once(w), at_once = has_steps(source) || fit < 4 ? fit : 4;
+    const int64_t fit = panels_at_once(w), at_once = source == Source::kSteps || fit < 4 ? fit : 4;
     const int64_t panel_floats = scale_floats(w, scale_steps(source));
     auto* codes_at = reinterpret_cast<uint8_t*>(scales + at_once * panel_floats);
     with_form(w, [&]<Codes codes, int G, bool book>() {

@@ -50,8 +50,10 @@ void StepRun::linear(const Stage& stage, const Op& op, bool tail) {
     const std::vector<int64_t> bounds = row_blocks();
     std::vector<QuantRows> x(bounds.size() - 1);
     rt_.owned_ += x.size() > 1;
-    const auto [next_stage, next_op] = next_linear(static_cast<size_t>(stage_), static_cast<size_t>(&op - program_->ops.data()) + 1);
-    const Weight* next = model_.in_memory && next_op ? &weight(*next_stage, next_op->weights[0]).matrix.w : nullptr;
+    const Weight* next = nullptr; // few rows have their weights fetched by workers that wait (run_stage)
+    if (model_.in_memory && rows > kFewRows)
+        if (const auto [s, o] = next_linear(static_cast<size_t>(stage_), static_cast<size_t>(&op - program_->ops.data()) + 1); o)
+            next = &weight(*s, o->weights[0]).matrix.w;
     std::vector<LinearArgs> args; // [block][weight]
     for (size_t b = 0; b < x.size(); ++b) {
         if (op.inputs[0] != kNone)
