@@ -93,6 +93,10 @@ struct Ahead {
     const uint8_t *at = nullptr, *end = nullptr;
 };
 
+// Codes of tokens that pass over packed panels of this size have left L1 when they are wanted again, pushed out by the panel. They are fetched so
+// many bytes ahead: more is too early, half of it too late.
+constexpr int64_t kPassesL1 = 8 << 10, kTokenBytesAhead = 128;
+
 struct Tokens {
     const int8_t* q;
     int64_t q_stride;
@@ -301,6 +305,7 @@ QUAFF_INLINE void int_tile(const LinearArgs& a, const Panels& p, Tokens& x, int6
             for (int r = 0; r < R; r++)
                 __builtin_prefetch(out + r * kLanes, 1, 3);
         }
+    const bool passes_l1 = !prepared && read != Codes::kByte && p.panel_stride >= kPassesL1; // with bytes memory is slow enough
     typename V::F acc[R][T];
 #pragma GCC unroll 4
     for (int r = 0; r < R; r++)
@@ -322,6 +327,14 @@ QUAFF_INLINE void int_tile(const LinearArgs& a, const Panels& p, Tokens& x, int6
             const int64_t b = i0 * G / 32;
             if constexpr (prepared)
                 x.ahead.fetch();
+            else if (passes_l1 && b % 2 == 0)
+#pragma GCC unroll 8
+                for (int t = 0; t < T; t++)
+                    __builtin_prefetch(chunk_q + t * x.q_stride + b * 32 + kTokenBytesAhead, 0, 3);
+            if constexpr (!prepared && read == Codes::kNibblePair) // in order: the last lines are read beside the first
+#pragma GCC unroll 4
+                for (int line = 0; line < planes(read).low; line++)
+                    __builtin_prefetch(codes + b * group_bytes + 64 * line, 0, 3);
 #pragma GCC unroll 2
             for (int half = 0; half < 32 / G; half++) {
                 const int64_t i = i0 + half;
