@@ -328,11 +328,9 @@ QUAFF_INLINE void int_tile(const LinearArgs& a, const Panels& p, Tokens& x, int6
             if constexpr (prepared)
                 x.ahead.fetch();
             else if (passes_l1 && b % 2 == 0)
-#pragma GCC unroll 8
                 for (int t = 0; t < T; t++)
                     __builtin_prefetch(chunk_q + t * x.q_stride + b * 32 + kTokenBytesAhead, 0, 3);
             if constexpr (!prepared && read == Codes::kNibblePair) // in order: the last lines are read beside the first
-#pragma GCC unroll 4
                 for (int line = 0; line < planes(read).low; line++)
                     __builtin_prefetch(codes + b * group_bytes + 64 * line, 0, 3);
 #pragma GCC unroll 2

@@ -10,20 +10,13 @@ namespace {
 // The height of a tile in panels, and so the least that a worker claims of a layer with many rows.
 constexpr int64_t kLeastPanels = 2;
 
+// What a worker claims of what is left of his stretch when there are few rows: a third.
+constexpr int64_t kClaimShare = 3;
+
 // Bytes that a worker fetches ahead at most: a part of the second-level cache.
 constexpr int64_t kExpectedBytes = 256 << 10;
 
 } // namespace
-
-// Panels that a worker claims at once. With rows of his own he takes whole claims; else claims are small enough that workers end together.
-int64_t StepRun::panels_per_claim(const Weight& w, bool owned) const {
-    const int64_t panels = panel_count(w), threads = rt_.threads();
-    if (cell_size() <= kFewRows) {
-        const int64_t want = std::min(panels / (4 * threads), kBytesPerClaim / std::max<int64_t>(1, w.panel_bytes));
-        return std::max(kFewRowsPanels, want / kFewRowsPanels * kFewRowsPanels);
-    }
-    return std::clamp<int64_t>(owned ? panels : panels / (8 * threads), kLeastPanels, panels_at_once(w));
-}
 
 // Weight `w` for `rows` rows of the op's input from row, or slot, `first` on; x are the same rows quantised. Where to is up to the caller.
 LinearArgs StepRun::linear_args(const Weight& w, const Op& op, int64_t first, int64_t rows, const QuantRows* x) const {
@@ -100,12 +93,46 @@ void StepRun::linear(const Stage& stage, const Op& op, bool tail) {
     }
 }
 
-StepRun::Claims StepRun::claims(const std::vector<const Weight*>& weights, bool owned) const {
-    Claims c{{}, {0}};
-    for (const Weight* w : weights) {
-        c.panels.push_back(panels_per_claim(*w, owned));
-        c.first.push_back(c.first.back() + (panel_count(*w) + c.panels.back() - 1) / c.panels.back());
+// Many rows: with rows of his own a worker takes whole claims; else claims are small enough that workers end together.
+StepRun::Claims StepRun::claims(const std::vector<const Weight*>& weights, size_t blocks) const {
+    if (cell_size() <= kFewRows)
+        return shrinking_claims(weights);
+    Claims c;
+    const int64_t threads = rt_.threads();
+    for (size_t j = 0; j < weights.size(); ++j) {
+        const int64_t panels = panel_count(*weights[j]);
+        const int64_t claim = std::clamp<int64_t>(blocks > 1 ? panels : panels / (8 * threads), kLeastPanels, panels_at_once(*weights[j]));
+        for (int64_t begin = 0; begin < panels; begin += claim)
+            c.all.push_back({j, begin, std::min(begin + claim, panels)});
     }
+    for (int64_t worker = 0; worker <= threads; ++worker)
+        c.bounds.push_back(static_cast<int64_t>(c.all.size() * blocks) * worker / threads);
+    return c;
+}
+
+// Few rows: every worker an even stretch of the bytes, of which he claims a share of what is left each time. What he reads at once is long, since a
+// claim holds up the loads behind it, and what he reads last is short, so that workers end together.
+StepRun::Claims StepRun::shrinking_claims(const std::vector<const Weight*>& weights) const {
+    Claims c;
+    int64_t total = 0, past = 0;
+    for (const Weight* w : weights)
+        total += panel_count(*w) * w->panel_bytes;
+    size_t j = 0;
+    int64_t panel = 0;
+    for (int64_t worker = 0, threads = rt_.threads(); worker < threads; ++worker) {
+        c.bounds.push_back(static_cast<int64_t>(c.all.size()));
+        const int64_t end = total * (worker + 1) / threads;
+        while (past < end) {
+            const Weight& w = *weights[j];
+            const int64_t bytes = std::max((end - past) / kClaimShare, kBytesPerClaim);
+            const int64_t count = std::clamp<int64_t>(bytes / std::max<int64_t>(1, w.panel_bytes), 1, panel_count(w) - panel);
+            c.all.push_back({j, panel, panel + count});
+            past += count * w.panel_bytes, panel += count;
+            if (panel == panel_count(w))
+                ++j, panel = 0;
+        }
+    }
+    c.bounds.push_back(static_cast<int64_t>(c.all.size()));
     return c;
 }
 
@@ -127,18 +154,22 @@ void StepRun::expect_weights(const Stage& stage, const Op& op) {
     std::vector<const Weight*> weights;
     for (size_t j = 0; j < op.outputs.size(); ++j)
         weights.push_back(&weight(stage, op.weights[j]).matrix.w);
-    const auto [panels, first] = claims(weights, false);
-    const int64_t units = first.back(), threads = rt_.threads();
-    for (int64_t worker = 0; worker < threads; ++worker) {
+    const Claims c = shrinking_claims(weights);
+    for (size_t worker = 0; worker + 1 < c.bounds.size(); ++worker) {
         ThreadPool::Span spans[ThreadPool::kSpans];
         int64_t left = kExpectedBytes;
-        for (size_t j = 0; j < std::min<size_t>(weights.size(), ThreadPool::kSpans); ++j) {
-            const Weight& w = *weights[j];
-            const int64_t begin = std::max(units * worker / threads - first[j], int64_t{0}) * panels[j];
-            const int64_t end = std::min((units * (worker + 1) / threads - first[j]) * panels[j], panel_count(w));
-            if (begin < end)
-                spans[j] = {w.data + begin * w.panel_bytes, std::min(left, (end - begin) * w.panel_bytes)};
-            left -= spans[j].bytes;
+        int span = -1;
+        size_t of = weights.size();
+        for (int64_t i = c.bounds[worker]; i < c.bounds[worker + 1] && left > 0; ++i) {
+            const Claim& claim = c.all[static_cast<size_t>(i)];
+            const Weight& w = *weights[claim.weight];
+            if (claim.weight != of && ++span == ThreadPool::kSpans)
+                break;
+            if (claim.weight != of)
+                spans[span].begin = w.data + claim.begin * w.panel_bytes;
+            of = claim.weight;
+            const int64_t bytes = std::min(left, (claim.end - claim.begin) * w.panel_bytes);
+            spans[span].bytes += bytes, left -= bytes;
         }
         rt_.pool_.expect(static_cast<int>(worker), spans);
     }
@@ -150,19 +181,13 @@ void StepRun::multiply(const std::vector<LinearArgs>& args, size_t n) {
     std::vector<const Weight*> weights;
     for (size_t j = 0; j < n; ++j)
         weights.push_back(args[j].w);
-    const Claims c = claims(weights, blocks > 1);
-    const std::vector<int64_t>&claim = c.panels, &first = c.first;
-    const auto one = [&](int64_t u, int worker) {
-        const LinearArgs* of_block = args.data() + static_cast<size_t>(u / first[n]) * n;
-        u %= first[n];
-        size_t j = 0;
-        while (u >= first[j + 1])
-            ++j;
-        const int64_t begin = (u - first[j]) * claim[j], end = std::min(begin + claim[j], panel_count(*of_block[j].w));
-        compute(of_block[j], begin, end, worker);
-    };
-    // With a block for each worker the even stretches of the pool are the blocks.
-    rt_.pool_.run(first[n] * static_cast<int64_t>(blocks), one);
+    const Claims c = claims(weights, blocks);
+    // With a block for each worker their stretches are the blocks.
+    rt_.pool_.run(c.bounds, [&](int64_t u, int worker) {
+        const auto unit = static_cast<size_t>(u);
+        const Claim& claim = c.all[unit % c.all.size()];
+        compute(args[unit / c.all.size() * n + claim.weight], claim.begin, claim.end, worker);
+    });
 }
 
 // Every head's part of the input times a matrix of its own.

@@ -14,7 +14,7 @@ inline size_t aligned(size_t bytes) { return (bytes + kAlign - 1) / kAlign * kAl
 
 // Few enough that a small cell still feeds every worker, many enough that claiming costs nothing.
 constexpr int64_t kRowsPerUnit = 4;
-// Bytes of weights a worker claims at once when a cell has few rows: claiming costs about 50 ns, reading this much about 2 us.
+// Bytes of weights that a worker claims at once, at the least, when a cell has few rows: reading this much takes about 2 us.
 constexpr int64_t kBytesPerClaim = 64 << 10;
 constexpr int64_t kFewRows = 4, kFewRowsPanels = 4;
 // Workers are told one by one what to fetch: with more of them that would take longer than it saves.
@@ -139,17 +139,22 @@ private:
     void concat(const Op& op);
 
     // ---- step_linear.cpp ----
-    int64_t panels_per_claim(const Weight& w, bool owned) const;
     LinearArgs linear_args(const Weight& w, const Op& op, int64_t first, int64_t rows, const QuantRows* x) const;
     void compute(const LinearArgs& a, int64_t first_panel, int64_t past_panel, int worker) const {
         (a.x ? k_.linear_int : k_.linear_float)(&a, first_panel, past_panel, worker_scratch(worker));
     }
     void linear(const Stage& stage, const Op& op, bool tail);
-    // How the panels of weights side by side are claimed: so many at once of each, whose units begin at first[j].
-    struct Claims {
-        std::vector<int64_t> panels, first;
+    // How the panels of weights side by side are claimed, in order, and where each worker's own claims begin.
+    struct Claim {
+        size_t weight;
+        int64_t begin, end; // panels
     };
-    Claims claims(const std::vector<const Weight*>& weights, bool owned) const;
+    struct Claims {
+        std::vector<Claim> all;
+        std::vector<int64_t> bounds;
+    };
+    Claims claims(const std::vector<const Weight*>& weights, size_t blocks) const;
+    Claims shrinking_claims(const std::vector<const Weight*>& weights) const;
     std::pair<const Stage*, const Op*> next_linear(size_t stage, size_t op) const;
     void expect_weights(const Stage& stage, const Op& op);
     void multiply(const std::vector<LinearArgs>& args, size_t weights);

@@ -79,9 +79,11 @@ bool ThreadPool::work(int worker) {
         std::atomic<uint64_t>& state = stretches_[static_cast<size_t>((worker + i) % size())].state;
         uint64_t s = state.load(std::memory_order_acquire);
         while (some_left(s)) {
-            if (!state.compare_exchange_weak(s, s + 1, std::memory_order_acq_rel, std::memory_order_acquire))
+            // One's own units in order, another's from the end: what follows the unit that he runs is on its way into his cache.
+            const uint64_t rest = i ? s - (uint64_t{1} << 32) : s + 1;
+            if (!state.compare_exchange_weak(s, rest, std::memory_order_acq_rel, std::memory_order_acquire))
                 continue;
-            call_(context_, static_cast<int64_t>(s & 0xffffffffu), worker);
+            call_(context_, static_cast<int64_t>(i ? rest >> 32 : s & 0xffffffffu), worker);
             done.store(done.load(std::memory_order_relaxed) + 1, std::memory_order_release);
             any = true;
             s = state.load(std::memory_order_acquire);
