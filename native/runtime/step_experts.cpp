@@ -168,16 +168,13 @@ void StepRun::expert_linear(const Stage& stage, const Op& op, bool tail) {
         multiply_experts(stage, op, *there);
 }
 
-// One ragged product: a unit is a range of panels of one matrix of one expert, for all slots of that expert.
+// One ragged product: a claim is of one matrix of one expert, for all slots of that expert.
 void StepRun::multiply_experts(const Stage& stage, const Op& op, const std::vector<int32_t>& experts) {
-    struct Unit {
-        size_t args;
-        int64_t begin, end;
-    };
     const size_t n = op.outputs.size();
     std::vector<QuantRows> x;
     std::vector<LinearArgs> args;
-    std::vector<Unit> units;
+    std::vector<const Weight*> weights;
+    Claims c;
     x.reserve(experts.size()); // args keep pointers into it
     for (const int32_t number : experts) {
         const auto e = static_cast<size_t>(number);
@@ -190,20 +187,23 @@ void StepRun::multiply_experts(const Stage& stage, const Op& op, const std::vect
                 a.bias = weight(stage, bias).vector.data() + static_cast<int64_t>(e) * m.w.rows;
             a.out = buffer_row(op.outputs[j], first);
             a.out_stride = m.w.rows;
-            const int64_t panels = panel_count(m.w);
-            const int64_t claim =
-                cell_size() <= kFewRows ? std::max(kFewRowsPanels, kBytesPerClaim / m.w.panel_bytes) : panels_at_once(m.w);
+            const int64_t panels = panel_count(m.w), claim = panels_at_once(m.w);
             for (int64_t begin = 0; begin < panels; begin += claim)
-                units.push_back({args.size(), begin, std::min(panels, begin + claim)});
+                c.all.push_back({args.size(), begin, std::min(panels, begin + claim)});
+            weights.push_back(&m.w);
             args.push_back(a);
             result_.counters.expert_bytes_touched += m.bytes;
         }
     }
     for (size_t i = 0; i + 1 < args.size(); ++i)
         args[i].next = args[i + 1].w;
-    rt_.pool_.run(static_cast<int64_t>(units.size()), [&](int64_t u, int worker) {
-        const Unit& unit = units[static_cast<size_t>(u)];
-        compute(args[unit.args], unit.begin, unit.end, worker);
+    if (cell_size() <= kFewRows)
+        c = shrinking_claims(weights);
+    else
+        c.bounds = even_bounds(c.all.size());
+    rt_.pool_.run(c.bounds, [&](int64_t u, int worker) {
+        const Claim& claim = c.all[static_cast<size_t>(u)];
+        compute(args[claim.weight], claim.begin, claim.end, worker);
     });
 }
 

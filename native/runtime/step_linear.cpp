@@ -93,6 +93,13 @@ void StepRun::linear(const Stage& stage, const Op& op, bool tail) {
     }
 }
 
+std::vector<int64_t> StepRun::even_bounds(size_t claims) const {
+    std::vector<int64_t> bounds;
+    for (int64_t worker = 0, threads = rt_.threads(); worker <= threads; ++worker)
+        bounds.push_back(static_cast<int64_t>(claims) * worker / threads);
+    return bounds;
+}
+
 // Many rows: with rows of his own a worker takes whole claims; else claims are small enough that workers end together.
 StepRun::Claims StepRun::claims(const std::vector<const Weight*>& weights, size_t blocks) const {
     if (cell_size() <= kFewRows)
@@ -105,8 +112,7 @@ StepRun::Claims StepRun::claims(const std::vector<const Weight*>& weights, size_
         for (int64_t begin = 0; begin < panels; begin += claim)
             c.all.push_back({j, begin, std::min(begin + claim, panels)});
     }
-    for (int64_t worker = 0; worker <= threads; ++worker)
-        c.bounds.push_back(static_cast<int64_t>(c.all.size() * blocks) * worker / threads);
+    c.bounds = even_bounds(c.all.size() * blocks);
     return c;
 }
 

@@ -16,7 +16,7 @@ inline size_t aligned(size_t bytes) { return (bytes + kAlign - 1) / kAlign * kAl
 constexpr int64_t kRowsPerUnit = 4;
 // Bytes of weights that a worker claims at once, at the least, when a cell has few rows: reading this much takes about 2 us.
 constexpr int64_t kBytesPerClaim = 64 << 10;
-constexpr int64_t kFewRows = 4, kFewRowsPanels = 4;
+constexpr int64_t kFewRows = 4;
 // Workers are told one by one what to fetch: with more of them that would take longer than it saves.
 constexpr int kFewWorkers = 8;
 // Words of scratch for each expert while a row is routed: its score, its key, its mark, and what its group is worth.
@@ -153,6 +153,7 @@ private:
         std::vector<Claim> all;
         std::vector<int64_t> bounds;
     };
+    std::vector<int64_t> even_bounds(size_t claims) const;
     Claims claims(const std::vector<const Weight*>& weights, size_t blocks) const;
     Claims shrinking_claims(const std::vector<const Weight*>& weights) const;
     std::pair<const Stage*, const Op*> next_linear(size_t stage, size_t op) const;
