@@ -47,10 +47,18 @@ class LedgerError(QuaffError):
     """A ledger line that is damaged, or that this version does not know how to read."""
 
 
+def release() -> str:
+    """The version of quaff that is installed; LedgerError where none is."""
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        return version("quaff")
+    except PackageNotFoundError:
+        raise LedgerError("a ledger line names the version of quaff, and none is installed here; install it first: pip install .") from None
+
+
 def entry(report: Mapping[str, Any]) -> Entry:
     """The line of a report by `bench_json`: what ran (commit, versions), where, on which bytes, and the figures with their spread."""
-    from importlib.metadata import version
-
     from quaff import _native
 
     commit, dirty = checkout(Path(__file__))
@@ -58,7 +66,7 @@ def entry(report: Mapping[str, Any]) -> Entry:
         "utc": datetime.now(UTC).isoformat(timespec="seconds"),
         "commit": commit,
         "dirty": dirty,
-        "quaff": version("quaff"),
+        "quaff": release(),
         "numerics": _native.NUMERICS_VERSION,
         "machine": {"cpu": cpu_model()} | {key: report[key] for key in _MACHINE if key != "cpu"},
         "model": model_file(Path(report["model"])),

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 
+import pytest
 from tests.unit.cli.conftest import Cli
 
 from quaff.measure.ledger import model_file, read
@@ -29,3 +31,16 @@ def test_bench_reports_a_damaged_ledger_before_it_measures(cli: Cli, model: Path
     assert (result.code, result.out) == (1, "")
     assert "line 1" in result.err
     assert path.read_text() == "{}\n"
+
+
+def test_bench_without_an_installed_version_ends_before_it_measures(
+    cli: Cli, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def missing(name: str) -> str:
+        raise PackageNotFoundError(name)
+
+    monkeypatch.setattr("importlib.metadata.version", missing)
+    result = cli("bench", model, "--ledger", tmp_path / "ledger.jsonl")
+    assert (result.code, result.out) == (1, "")
+    assert "install it first" in result.err
+    assert not (tmp_path / "ledger.jsonl").exists()
