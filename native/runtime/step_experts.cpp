@@ -198,7 +198,7 @@ void StepRun::multiply_experts(const Stage& stage, const Op& op, const std::vect
     for (size_t i = 0; i + 1 < args.size(); ++i)
         args[i].next = args[i + 1].w;
     if (cell_size() <= kFewRows)
-        c = shrinking_claims(weights);
+        shrinking_claims(weights, c);
     else
         c.bounds = even_bounds(c.all.size());
     rt_.pool_.run(c.bounds, [&](int64_t u, int worker) {

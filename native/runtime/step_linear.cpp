@@ -102,8 +102,6 @@ std::vector<int64_t> StepRun::even_bounds(size_t claims) const {
 
 // Many rows: with rows of his own a worker takes whole claims; else claims are small enough that workers end together.
 StepRun::Claims StepRun::claims(const std::vector<const Weight*>& weights, size_t blocks) const {
-    if (cell_size() <= kFewRows)
-        return shrinking_claims(weights);
     Claims c;
     const int64_t threads = rt_.threads();
     for (size_t j = 0; j < weights.size(); ++j) {
@@ -116,10 +114,22 @@ StepRun::Claims StepRun::claims(const std::vector<const Weight*>& weights, size_
     return c;
 }
 
+// The claims of an op are wanted when it is next, and when it runs. Streamed weights may be others at the same place.
+const StepRun::Claims& StepRun::few_rows_claims(const std::vector<const Weight*>& weights) {
+    for (const FewRows& known : few_rows_)
+        if (model_.in_memory && known.weights == weights)
+            return known.claims;
+    std::swap(few_rows_[0], few_rows_[1]);
+    few_rows_[0].weights = weights;
+    shrinking_claims(weights, few_rows_[0].claims);
+    return few_rows_[0].claims;
+}
+
 // Few rows: every worker an even stretch of the bytes, of which he claims a share of what is left each time. What he reads at once is long, since a
 // claim holds up the loads behind it, and what he reads last is short, so that workers end together.
-StepRun::Claims StepRun::shrinking_claims(const std::vector<const Weight*>& weights) const {
-    Claims c;
+void StepRun::shrinking_claims(const std::vector<const Weight*>& weights, Claims& c) const {
+    c.all.clear();
+    c.bounds.clear();
     int64_t total = 0, past = 0;
     for (const Weight* w : weights)
         total += panel_count(*w) * w->panel_bytes;
@@ -130,7 +140,7 @@ StepRun::Claims StepRun::shrinking_claims(const std::vector<const Weight*>& weig
         const int64_t end = total * (worker + 1) / threads;
         while (past < end) {
             const Weight& w = *weights[j];
-            const int64_t bytes = std::max((end - past) / kClaimShare, kBytesPerClaim);
+            const int64_t left = end - past, bytes = std::min(left, std::max(left / kClaimShare, kBytesPerClaim));
             const int64_t count = std::clamp<int64_t>(bytes / std::max<int64_t>(1, w.panel_bytes), 1, panel_count(w) - panel);
             c.all.push_back({j, panel, panel + count});
             past += count * w.panel_bytes, panel += count;
@@ -139,7 +149,6 @@ StepRun::Claims StepRun::shrinking_claims(const std::vector<const Weight*>& weig
         }
     }
     c.bounds.push_back(static_cast<int64_t>(c.all.size()));
-    return c;
 }
 
 // The next linear op from `op` of a stage on, and its stage; after the last stage comes the first one of the next step.
@@ -160,7 +169,7 @@ void StepRun::expect_weights(const Stage& stage, const Op& op) {
     std::vector<const Weight*> weights;
     for (size_t j = 0; j < op.outputs.size(); ++j)
         weights.push_back(&weight(stage, op.weights[j]).matrix.w);
-    const Claims c = shrinking_claims(weights);
+    const Claims& c = few_rows_claims(weights);
     for (size_t worker = 0; worker + 1 < c.bounds.size(); ++worker) {
         ThreadPool::Span spans[ThreadPool::kSpans];
         int64_t left = kExpectedBytes;
@@ -187,7 +196,10 @@ void StepRun::multiply(const std::vector<LinearArgs>& args, size_t n) {
     std::vector<const Weight*> weights;
     for (size_t j = 0; j < n; ++j)
         weights.push_back(args[j].w);
-    const Claims c = claims(weights, blocks);
+    Claims many;
+    if (cell_size() > kFewRows)
+        many = claims(weights, blocks);
+    const Claims& c = cell_size() > kFewRows ? many : few_rows_claims(weights);
     // With a block for each worker their stretches are the blocks.
     rt_.pool_.run(c.bounds, [&](int64_t u, int worker) {
         const auto unit = static_cast<size_t>(u);

@@ -155,7 +155,8 @@ private:
     };
     std::vector<int64_t> even_bounds(size_t claims) const;
     Claims claims(const std::vector<const Weight*>& weights, size_t blocks) const;
-    Claims shrinking_claims(const std::vector<const Weight*>& weights) const;
+    void shrinking_claims(const std::vector<const Weight*>& weights, Claims& c) const;
+    const Claims& few_rows_claims(const std::vector<const Weight*>& weights);
     std::pair<const Stage*, const Op*> next_linear(size_t stage, size_t op) const;
     void expect_weights(const Stage& stage, const Op& op);
     void multiply(const std::vector<LinearArgs>& args, size_t weights);
@@ -224,7 +225,12 @@ private:
     float* residual_ = nullptr;
     uint8_t *buffers_ = nullptr, *scratch_ = nullptr;
     size_t scratch_bytes_ = 0;
-    int32_t stage_ = 0; // that runs
+    struct FewRows {
+        std::vector<const Weight*> weights;
+        Claims claims;
+    };
+    FewRows few_rows_[2]; // of the op that runs, and of the next one
+    int32_t stage_ = 0;   // that runs
     const Program* program_ = nullptr;
     std::vector<float*> floats_;
     std::vector<QuantRows> ints_;
