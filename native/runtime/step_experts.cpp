@@ -174,7 +174,6 @@ void StepRun::multiply_experts(const Stage& stage, const Op& op, const std::vect
     std::vector<QuantRows> x;
     std::vector<LinearArgs> args;
     std::vector<const Weight*> weights;
-    Claims c;
     x.reserve(experts.size()); // args keep pointers into it
     for (const int32_t number : experts) {
         const auto e = static_cast<size_t>(number);
@@ -187,9 +186,6 @@ void StepRun::multiply_experts(const Stage& stage, const Op& op, const std::vect
                 a.bias = weight(stage, bias).vector.data() + static_cast<int64_t>(e) * m.w.rows;
             a.out = buffer_row(op.outputs[j], first);
             a.out_stride = m.w.rows;
-            const int64_t panels = panel_count(m.w), claim = panels_at_once(m.w);
-            for (int64_t begin = 0; begin < panels; begin += claim)
-                c.all.push_back({args.size(), begin, std::min(panels, begin + claim)});
             weights.push_back(&m.w);
             args.push_back(a);
             result_.counters.expert_bytes_touched += m.bytes;
@@ -197,10 +193,17 @@ void StepRun::multiply_experts(const Stage& stage, const Op& op, const std::vect
     }
     for (size_t i = 0; i + 1 < args.size(); ++i)
         args[i].next = args[i + 1].w;
-    if (cell_size() <= kFewRows)
+    Claims c;
+    if (cell_size() <= kFewRows) {
         shrinking_claims(weights, c);
-    else
-        c.bounds = even_bounds(c.all.size());
+    } else {
+        for (size_t i = 0; i < weights.size(); ++i) {
+            const int64_t panels = panel_count(*weights[i]), claim = panels_at_once(*weights[i]);
+            for (int64_t begin = 0; begin < panels; begin += claim)
+                c.all.push_back({i, begin, std::min(panels, begin + claim)});
+        }
+        c.bounds = rt_.pool_.even(static_cast<int64_t>(c.all.size()));
+    }
     rt_.pool_.run(c.bounds, [&](int64_t u, int worker) {
         const Claim& claim = c.all[static_cast<size_t>(u)];
         compute(args[claim.weight], claim.begin, claim.end, worker);

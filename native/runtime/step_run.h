@@ -153,7 +153,6 @@ private:
         std::vector<Claim> all;
         std::vector<int64_t> bounds;
     };
-    std::vector<int64_t> even_bounds(size_t claims) const;
     Claims claims(const std::vector<const Weight*>& weights, size_t blocks) const;
     void shrinking_claims(const std::vector<const Weight*>& weights, Claims& c) const;
     const Claims& few_rows_claims(const std::vector<const Weight*>& weights);

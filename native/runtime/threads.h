@@ -34,11 +34,14 @@ public:
     uint64_t pulse() const { return uint64_t{epoch_} << 32 | static_cast<uint32_t>(done()); }
 
     // Calls f(unit, worker) for every unit in [0, units), worker < size(); returns when all are done. f must not throw. units < 2^32.
-    template <typename F> void run(int64_t units, F&& f) {
+    template <typename F> void run(int64_t units, F&& f) { run(even(units), f); }
+
+    // Bounds of stretches that differ by a unit at most.
+    std::vector<int64_t> even(int64_t units) const {
         std::vector<int64_t> bounds(static_cast<size_t>(size()) + 1);
         for (int64_t w = 0; w <= size(); ++w)
             bounds[static_cast<size_t>(w)] = units * w / size();
-        run(bounds, f);
+        return bounds;
     }
 
     // The same with worker w's own stretch [bounds[w], bounds[w + 1]); size() + 1 bounds, ascending from 0.
