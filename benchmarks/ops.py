@@ -120,7 +120,7 @@ class Layer:
         tokens = rows % min(DISTINCT, self.rows)
         seconds = np.zeros(1 + 2 * len(self.weights))
         cells = (stages, np.arange(copies + 2, dtype=np.int32), ranges)
-        done, (poisoned,) = self.runtime.step(
+        done, (poisoned,), _ = self.runtime.step(
             self.model, [], [], [(tokens, 0, [], [])], *cells, rows, out, _native.Control(), _native.Counters(), seconds
         )
         if done != copies + 1 or poisoned:

@@ -135,7 +135,22 @@ void StepRun::run_cells() {
             run_stage(static_cast<size_t>(in_.cell_stage[c]));
         control_.cells_done.store(c + 1, std::memory_order_relaxed);
         result_.cells_done = c + 1;
+        if (in_.draw && static_cast<size_t>(in_.cell_stage[c]) + 1 == model_.stages.size() && !draw(cell_rows_.front()))
+            break;
     }
+}
+
+// The token after a row; false where there is none, or nothing is to follow it.
+bool StepRun::draw(int32_t row) {
+    SampleOptions options = in_.draw->options;
+    options.position = static_cast<uint32_t>(in_.positions[row] + 1);
+    const int64_t token = sample_token(k_, in_.logits, model_.outputs, options, nullptr, 0);
+    if (token < 0 || token >= model_.vocab)
+        return false;
+    result_.drawn.push_back(static_cast<int32_t>(token));
+    if (row + 1 < rows_)
+        in_.draw->tokens[row + 1] = static_cast<int32_t>(token);
+    return std::find(in_.draw->ends.begin(), in_.draw->ends.end(), token) == in_.draw->ends.end();
 }
 
 void StepRun::check_rows() {
@@ -164,14 +179,17 @@ void StepRun::check_rows() {
         const int32_t row = in_.logits_rows[i];
         if (row < 0 || row >= rows_ || (i && row <= in_.logits_rows[i - 1]))
             refuse("logits_rows must be rows of the batch, ascending");
-        logits_index_[static_cast<size_t>(row)] = static_cast<int32_t>(i);
+        logits_index_[static_cast<size_t>(row)] = in_.draw ? 0 : static_cast<int32_t>(i);
     }
+    if (in_.draw && (segments_ != 1 || static_cast<int64_t>(in_.logits_rows.size()) != rows_))
+        refuse("tokens are drawn for one segment, from the logits of each of its rows");
 }
 
 void StepRun::check_cells() {
     if (in_.cell_ranges.size() != in_.cell_stage.size() + 1 || in_.cell_ranges.front() != 0 ||
         static_cast<size_t>(in_.cell_ranges.back()) * 2 != in_.ranges.size())
         refuse("cell_ranges does not index the ranges");
+    int64_t drawn = 0;
     for (size_t c = 0; c < in_.cell_stage.size(); ++c) {
         if (in_.cell_stage[c] < 0 || static_cast<size_t>(in_.cell_stage[c]) >= model_.stages.size())
             refuse("a cell names a stage that does not exist");
@@ -190,6 +208,9 @@ void StepRun::check_cells() {
                     if (logits_index_[static_cast<size_t>(row)] < 0)
                         refuse("the head runs for a row whose logits are not wanted");
         }
+        if (in_.draw && (count != 1 || last - 1 != drawn))
+            refuse("where tokens are drawn every row has cells of its own, up to the head, before the next one");
+        drawn += static_cast<size_t>(in_.cell_stage[c]) + 1 == model_.stages.size();
         capacity_ = std::max(capacity_, count);
     }
 }

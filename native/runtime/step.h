@@ -1,9 +1,11 @@
 // The executor: runs the cells of one step in order. Order is the caller's policy; memory safety is checked here.
 #pragma once
 #include "program.h"
+#include "sample.h"
 #include "threads.h"
 
 #include <atomic>
+#include <optional>
 #include <span>
 
 namespace quaff {
@@ -21,6 +23,15 @@ struct Counters { // batch.Counters says what each one counts; head_... are all 
             expert_bytes_touched = 0, weight_bytes_loaded = 0;
 };
 
+// Tokens that a step draws itself: what row r's logits give is the token of row r + 1. The rows are those of one segment, each in cells of its own
+// that end before those of the next begin, and all of them leave their logits in the one row that there is. Drawing ends with a row that
+// cannot be drawn from, and with one of `ends`: what was drawn last then stands in no row.
+struct Draw {
+    SampleOptions options; // of whatever position
+    std::span<const int32_t> ends;
+    std::span<int32_t> tokens; // of the step's rows; all but the first are written
+};
+
 struct StepInput {
     std::span<const int32_t> tokens, positions, segment_of_row; // one per row; rows of a segment are consecutive, positions ascend by one
     std::vector<std::vector<std::span<const int32_t>>> page_tables; // [kind][segment]
@@ -29,13 +40,15 @@ struct StepInput {
     std::vector<std::vector<std::span<const int32_t>>> states;
     std::span<const int32_t> cell_stage, cell_ranges, ranges; // ranges: pairs of row begin, end
     std::span<const int32_t> logits_rows;
-    float* logits = nullptr; // [logits_rows][outputs]
+    float* logits = nullptr; // [logits_rows][outputs], with draw [1][outputs]
     bool profile = false;    // time every op
+    std::optional<Draw> draw;
 };
 
 struct StepResult {
     int64_t cells_done = 0;
     std::vector<int32_t> poisoned; // per segment
+    std::vector<int32_t> drawn;    // tokens, those after the first rows
     Counters counters;
     std::vector<double> op_seconds; // with profile: per op of every stage, stages in order, summed over cells
 };

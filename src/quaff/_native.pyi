@@ -210,11 +210,15 @@ class Runtime:
         cell_ranges: I32,  # [cells + 1], CSR into ranges
         ranges: I32,  # [n, 2] row begin, end
         logits_rows: I32,  # rows whose logits are written, ascending
-        logits: F32,  # [len(logits_rows), outputs]
+        logits: F32,  # [len(logits_rows), outputs]; with draw [1, outputs], which holds those of the last row that was computed
         control: Control,
         counters: Counters,  # what the step did is added to them
         op_seconds: NDArray[np.float64] | None = None,  # so are its seconds to these: one per op of every stage, stages in order
-    ) -> tuple[int, tuple[bool, ...]]: ...  # cells done, fewer than there are when cancelled; segments of which a row became non-finite
+        draw: tuple[float, int, float, float, int, int, I32] | None = None,
+    ) -> tuple[int, tuple[bool, ...], tuple[int, ...]]: ...
+    # Cells done, fewer than there are when it was cancelled or drawing ended; segments of which a row became non-finite; drawn tokens.
+    # `draw`: temperature, top_k, top_p, min_p, seed and choice of `sample`, and tokens after which nothing follows. Of the one segment,
+    # whose rows have cells of their own in order, the first token is read, every other one drawn from the logits of the row before it.
 
 def sample(
     logits: F32,  # [vocab]

@@ -42,7 +42,7 @@ def multiply(x: F32, bias: F32, kind: Type, data: U8, int8: bool, threads: int) 
     logits = np.zeros((n, m), np.float32)
     segments, cells, control = [(rows, 0, [], [])], (stages, np.arange(3, dtype=np.int32), ranges), _native.Control()
     done = _native.Runtime(threads).step(model, [], [], segments, *cells, rows, logits, control, _native.Counters())
-    assert done == (2, (False,))
+    assert done == (2, (False,), ())
     return logits
 
 

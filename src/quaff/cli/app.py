@@ -38,11 +38,10 @@ UsageError: type[Exception] = typer.BadParameter.__mro__[1]
 def print_version(wanted: bool) -> None:
     if not wanted:
         return
-    from importlib.metadata import version
-
     from quaff import _native
+    from quaff.release import release
 
-    print(f"quaff {version('quaff')}, numerics version {_native.NUMERICS_VERSION}, {_native.isa()}")
+    print(f"quaff {release() or '(not installed)'}, numerics version {_native.NUMERICS_VERSION}, {_native.isa()}")
     raise typer.Exit()
 
 

@@ -74,7 +74,7 @@ def bench(
         if Path(model).is_dir():
             raise ConfigError("the ledger keeps figures of model files; write the folder as one first: quaff convert")
         lines.read(ledger)  # A damaged file, and that no version is installed, are reported before minutes are spent.
-        lines.release()
+        lines.installed()
     most = max(t.sequences for t in trials)
     workload = Workload(
         max(t.positions for t in trials) + 1,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import _signal  # type: ignore[import-not-found]  # `signal` wraps it in look-ups of enums that take 13 us a step
 import itertools
+import math
 import threading
 import time
 from collections import deque
@@ -24,8 +25,8 @@ from quaff.batch import Batch, Counters, Logits
 from quaff.cache.pages import PageCache
 from quaff.cache.prefix import Miss, PrefixCache
 from quaff.engine.convoy import Convoy
-from quaff.engine.pace import Pace, Policy
-from quaff.engine.runner import Runner
+from quaff.engine.pace import BURST_TOKENS, Pace, Policy
+from quaff.engine.runner import Draw, Runner
 from quaff.engine.sampler import Constraint, SamplingParams, TokenLogprobs, describe, sample
 from quaff.engine.scheduler import NO_LOGITS, Scheduler, Work
 from quaff.engine.speculate import Lookup
@@ -48,6 +49,7 @@ MOST_BOUNDARIES = 4
 STEP_DRAFTS = 32
 """Guessed rows of one step, shared out among those that decode in it: they must not cost the others more than a short prompt would."""
 
+BURST_ORDER = Order("token")
 AHEAD_TOKENS = 512
 """Memory is counted for so many tokens that are not generated yet: clients allow far more than they use, and others could use it."""
 
@@ -201,6 +203,8 @@ class Engine:
         self.decode_stream = StreamCounters()
         self.drafted_tokens = 0
         self.accepted_tokens = 0
+        self._ends, self._no_ends = np.array(sorted(end_ids), dtype=np.int32), np.empty(0, dtype=np.int32)
+        self._row_seconds = math.inf  # of one that decodes alone, in its last step
         self.preemptions = 0
         self.lock: threading.RLock = beside.lock if beside is not None else threading.RLock()
         self._peers: list[Engine] = []
@@ -234,9 +238,11 @@ class Engine:
         scheduler = make_scheduler(order, self.runner.graph, policy, self.plan)
         graph = self.runner.graph
         # Recurrent layers are known at the end of a step only, and f32 keys of a guess that overflows would not stay hidden.
-        drafts = 0 if graph.state_kinds or graph.kv_value_bytes != 2 else policy.draft_tokens
+        takes_back = not graph.state_kinds and graph.kv_value_bytes == 2
+        drafts = policy.draft_tokens if takes_back else 0
         self._reserve_step(scheduler, order, drafts)
         self.order, self.policy, self._drafts = order, policy, drafts
+        self._bursts = takes_back and not self.runner.streamed and policy.burst_ms > 0
         # Layer-major reads all weights once a step: smaller steps would make everyone wait longer, not shorter.
         paced = policy.max_stall_ms is not None and order.name != "layer"
         self._pace = Pace((policy.max_stall_ms or 0) / 1000) if paced else None
@@ -435,6 +441,7 @@ class Engine:
             self._admit()
         if self._drafts:
             self._guess()
+        draw = self._burst()
         pace = self._pace
         awaited = bool(self._peers) and any(peer._scheduler.decoding() for peer in self._peers)
         planned = self._scheduler.plan(pace.work if pace is not None else None, awaited)
@@ -461,12 +468,15 @@ class Engine:
         began = time.perf_counter()
         try:
             streamed = self.runner.stream_counters() if self.runner.streamed else None
-            logits = self.runner.run(batch, self.order, guarded if on_work is not None else None)
+            order = self.order if draw is None else BURST_ORDER
+            logits = self.runner.run(batch, order, guarded if on_work is not None else None, draw)
             self._running = ()
             self.steps += 1
             if streamed is not None:
                 self._count_stream(work, streamed)
-            self._commit(work, logits)
+            if len(work) == 1 and (draw is not None or work[0].rows == 1):
+                self._row_seconds = math.inf if logits.poisoned[0] else (time.perf_counter() - began) / max(1, logits.finished[0])
+            self._commit(work, logits, draw is not None)
             if pace is not None and not self.runner.control.cancelled:
                 pace.measured(self._scheduler.prompt_work, time.perf_counter() - began, self._scheduler.mixed)
         except MemoryBudgetError as error:
@@ -520,6 +530,26 @@ class Engine:
             limit = min(most, request.params.max_tokens - request.generated - 1, request.reserved - len(request.tokens))
             request.draft = request.lookup.draft(request.tokens, limit) if limit > 0 else []
             self._scheduler.draft(request.id, len(request.draft))
+
+    def _burst(self) -> Draw | None:
+        """One that decodes alone may compute as many rows as take `burst_ms`, where nothing but the draw looks at their logits."""
+        request = next(iter(self._requests.values()), None)
+        if len(self._requests) != 1 or request is None or request.params is None or not self._bursts:
+            return None
+        pending, options = len(request.tokens) - request.computed, request.params.draw
+        if pending != 1 or not request.computed or not request.admitted or request.draft or request.logits_from > request.computed:
+            return None
+        if options is None or request.on_logits is not None or request.constraint is not None:
+            return None
+        # No row beyond what a run of single rows would compute: there is no memory for it.
+        most = min(request.params.max_tokens - request.generated, request.reserved - request.computed, BURST_TOKENS)
+        room = min(self._scheduler.mixed_rows, self._scheduler.logits_rows)
+        rows = min(most, room, int(self.policy.burst_ms / 1000 / self._row_seconds))
+        if rows < 2 or not self.runner.has_scratch(rows):
+            return None
+        request.draft = [0] * (rows - 1)
+        self._scheduler.draft(request.id, rows - 1)
+        return Draw(options, self._no_ends if request.params.ignore_eos else self._ends)
 
     def _count_stream(self, work: Sequence[Work], before: StreamCounters) -> None:
         after = self.runner.stream_counters()
@@ -736,8 +766,8 @@ class Engine:
             return error
         return MemoryBudgetError("the system has no memory left for KV pages; shorten the prompt or the context")
 
-    def _commit(self, work: Sequence[Work], logits: Logits) -> None:
-        index = dict(zip(logits.rows.tolist(), itertools.count(), strict=False))
+    def _commit(self, work: Sequence[Work], logits: Logits, drawn: bool) -> None:
+        index = dict(zip(logits.rows.tolist(), itertools.repeat(0) if drawn else itertools.count(), strict=False))
         now = time.perf_counter()
         end = 0
         for w, finished, poisoned in zip(work, logits.finished, logits.poisoned, strict=True):
@@ -758,8 +788,11 @@ class Engine:
                 rows = 0  # perhaps a guess did it; without guesses it is the request itself
             reason: FinishReason | None = None
             try:
+                if logits.drawn:
+                    request.draft = list(logits.drawn)  # the rows are those of one request
                 for r in range(w.logits, rows):
-                    reason = self._use(request, w.start + r, logits.values[index[begin + r]])
+                    token = logits.drawn[r] if r < len(logits.drawn) else None
+                    reason = self._use(request, w.start + r, logits.values[index[begin + r]], token)
                     if reason is not None or (r < guessed and request.tokens[-1] != request.draft[r]):
                         rows = r + 1
                         break
@@ -770,7 +803,10 @@ class Engine:
             self._scheduler.finish(request.id, rows)
             request.computed = w.start + rows
             if guessed:
-                self._count_guess(request, guessed, rows, poisoned)
+                if not drawn:
+                    self._count_guess(request, guessed, rows, poisoned)
+                request.draft = []
+                self._scheduler.draft(request.id, 0)
             if request.computed >= request.prompt_tokens and not request.prefilled_at:
                 request.prefilled_at = now
                 if self.prefix is not None and reason is None and request.params is not None:
@@ -791,11 +827,10 @@ class Engine:
             request.accepted += rows - 1
             self.drafted_tokens += guessed
             self.accepted_tokens += rows - 1
-        request.draft = []
-        self._scheduler.draft(request.id, 0)
 
-    def _use(self, request: Request, position: int, row: NDArray[np.float32]) -> FinishReason | None:
-        """Hand out one row of logits; where it is the last known token's, draw the next, and say whether it ends the request."""
+    def _use(self, request: Request, position: int, row: NDArray[np.float32], token: int | None) -> FinishReason | None:
+        """Hand out one row of logits; where it is the last known token's, draw the next unless the step did, and say whether it ends the
+        request."""
         if request.on_logits is not None:
             request.on_logits(position, row)
         params = request.params
@@ -808,7 +843,8 @@ class Engine:
         if not params.max_tokens:
             return "length"
         constraint = request.constraint
-        token = sample(params, row, request.tokens, request.prompt_tokens, constraint.allowed() if constraint is not None else None)
+        if token is None:
+            token = sample(params, row, request.tokens, request.prompt_tokens, constraint.allowed() if constraint is not None else None)
         if params.logprobs is not None:
             request.logprobs.append(describe(row, token, params.logprobs, position))
         request.tokens.append(token)

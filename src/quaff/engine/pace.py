@@ -11,23 +11,33 @@ SLOWER, FASTER = 0.5, 1.25
 """One step's measurement changes the work of the next by at most these factors: a hiccup of the machine is forgotten in a few steps."""
 
 
+BURST_MS = 16.0
+"""Nobody sees a text grow in steps so short, and several tokens then share what Python does between two native calls."""
+BURST_TOKENS = 8
+
+
 @dataclass(frozen=True, slots=True)
 class Policy:
     """How an engine treats the requests that share it. No bit of an answer depends on any of it.
 
     `max_stall_ms`: what a running stream may wait between two tokens because of someone's prompt; steps of prompts alone then end after
     one chunk, so that newcomers and cancels need not wait longer. None: steps are as long as is fastest. `draft_tokens`: the longest
-    guess that is checked in one step, 0 for none. `max_running`: requests that take part in steps; the others wait.
+    guess that is checked in one step, 0 for none. `max_running`: requests that take part in steps; the others wait. `burst_ms`: one that
+    decodes alone gets the tokens of so long a time together, 0: each as it comes.
     """
 
     max_stall_ms: float | None = None
     draft_tokens: int = 0
     max_running: int = 1 << 20
+    burst_ms: float = BURST_MS
 
     def __post_init__(self) -> None:
         stall = self.max_stall_ms
         if stall is not None and not (isinstance(stall, int | float) and math.isfinite(stall) and stall > 0):
             raise ConfigError(f"max_stall_ms is {stall!r}; expected a number of milliseconds above 0")
+        burst = self.burst_ms
+        if not (isinstance(burst, int | float) and not isinstance(burst, bool) and 0 <= burst <= 1000):
+            raise ConfigError(f"burst_ms is {burst!r}; expected a number of milliseconds in 0..1000")
         for name, value, least, most in (("draft_tokens", self.draft_tokens, 0, 64), ("max_running", self.max_running, 1, 1 << 20)):
             if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
                 raise ConfigError(f"{name} is {value!r}; expected an integer in {least}..{most}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import TypeVar
 
 import numpy as np
@@ -24,6 +25,14 @@ T = TypeVar("T")
 # About 50 ms of one core: longer steps, and those that wait for a disk, run beside a thread that reports progress and answers Ctrl-C.
 LONG_STEP_MACS = 4_000_000_000
 POLL_SECONDS = 0.05
+
+
+@dataclass(frozen=True, slots=True)
+class Draw:
+    """How a step draws the tokens of the rows after its first one: `SamplingParams.draw`, and tokens after which it ends (int32)."""
+
+    options: tuple[float, int, float, float, int, int]
+    ends: NDArray[np.int32]
 
 
 def bind_model(graph: Graph, weights: ResidentWeights | StreamedWeights) -> _native.Model:
@@ -126,8 +135,21 @@ class Runner:
         grid = Grid(self._kinds, ((0, rows),), tuple(range(rows - logits, rows)))
         return predict(self.costs, grid.spans, (start,), Order("chunk", rows).cells(grid)).work
 
-    def run(self, batch: Batch, order: Order | Iterable[Cell], on_work: Callable[[int], None] | None = None) -> Logits:
+    def has_scratch(self, rows: int) -> bool:
+        """Whether a token-major step of so many rows needs no more scratch memory than there is."""
+        return self.graph.scratch_bytes(rows, 1) <= self._scratch_rows_bytes
+
+    def run(
+        self,
+        batch: Batch,
+        order: Order | Iterable[Cell],
+        on_work: Callable[[int], None] | None = None,
+        draw: Draw | None = None,
+    ) -> Logits:
         """Run a batch in an order, checked first (ScheduleError).
+
+        With `draw` only the first token of the batch's one segment is read, the others are drawn; its order is token-major, all its rows
+        have logits, and memory for one row of them is enough.
 
         `on_work` gets the multiply-accumulates done in this step, several times a second while it runs. A cancelled step returns the
         rows that are finished. Raises MemoryBudgetError before scratch memory is taken, CheckpointError when weights cannot be read.
@@ -136,13 +158,13 @@ class Runner:
         if schedule is not self._scratch_for:
             self._take_scratch(schedule.rows, schedule.largest)
             self._scratch_for = schedule
-        rows = len(schedule.logits_rows)
+        rows = len(schedule.logits_rows) if draw is None else 1
         more = rows * self._row_bytes if rows > len(self._values) else 0
         if more:
             self._accountant.take(more, f"logits of {rows} rows")
         try:
             values = self._logits_memory(rows) if more else self._values[:rows]
-            done, poisoned = self._step(batch, schedule, values, on_work)
+            done, poisoned, drawn = self._step(batch, schedule, values, on_work, draw)
         except MemoryError:
             raise MemoryBudgetError("the system has no memory left for this step; use a smaller chunk or a shorter prompt") from None
         except _native.SourceError as error:
@@ -152,8 +174,9 @@ class Runner:
                 self._accountant.give(more)
         self._count_scratch()
         if done == len(schedule.stage):
-            return Logits(schedule.logits_rows, values, schedule.lengths, poisoned)
-        return self._finished(schedule, done, values, poisoned)
+            return Logits(schedule.logits_rows, values, schedule.lengths, poisoned, drawn)
+        keep, finished = self._finished(schedule, done)
+        return Logits(schedule.logits_rows[keep], values[keep] if draw is None else values, finished, poisoned, drawn)
 
     def reserve(self, rows: int, order: Order, logits_rows: int) -> None:
         """Count what steps of at most `rows` rows, `logits_rows` of them with logits, need; MemoryBudgetError leaves the count as it was.
@@ -199,7 +222,8 @@ class Runner:
         schedule: CompiledSchedule,
         values: NDArray[np.float32],
         on_work: Callable[[int], None] | None,
-    ) -> tuple[int, tuple[bool, ...]]:
+        draw: Draw | None,
+    ) -> tuple[int, tuple[bool, ...], tuple[int, ...]]:
         arguments = (
             self._model,
             self.pools,
@@ -213,6 +237,7 @@ class Runner:
             self.control,
             self._spent,
             self._op_seconds,
+            (*draw.options, draw.ends) if draw is not None else None,
         )
         if schedule.rows * self._macs_per_row < LONG_STEP_MACS and not self.streamed:
             return self._runtime.step(*arguments)
@@ -244,9 +269,9 @@ class Runner:
             raise errors[0]
         return results[0]
 
-    def _finished(self, schedule: CompiledSchedule, done: int, values: NDArray[np.float32], poisoned: tuple[bool, ...]) -> Logits:
-        """What the first `done` cells have left."""
-        grid, wanted = schedule.grid, schedule.logits_rows
+    def _finished(self, schedule: CompiledSchedule, done: int) -> tuple[NDArray[np.bool_], tuple[int, ...]]:
+        """What the first `done` cells have left: which of the rows that want logits have them, and finished rows by segment."""
+        grid = schedule.grid
         finished = [0] * len(grid.spans)
         with_logits: set[int] = set()
         for cell in range(done):
@@ -260,5 +285,4 @@ class Runner:
         if self.graph.state_kinds:
             # A recurrent layer has gone past the rows that are finished: only a whole segment has a state to go on from.
             finished = [rows if rows == end - begin else 0 for rows, (begin, end) in zip(finished, grid.spans, strict=True)]
-        keep = np.array([row in with_logits for row in wanted.tolist()], dtype=bool)
-        return Logits(wanted[keep], values[keep], tuple(finished), poisoned)
+        return np.array([row in with_logits for row in schedule.logits_rows.tolist()], dtype=bool), tuple(finished)

@@ -95,6 +95,13 @@ class SamplingParams:
         assert isinstance(self.logit_bias, tuple)
         return self.logit_bias
 
+    @property
+    def draw(self) -> tuple[float, int, float, float, int, int] | None:
+        """What a step needs to draw tokens itself; None where a token's logits are changed by others, or looked at."""
+        if self.biases or self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1.0 or self.logprobs is not None:
+            return None
+        return self.temperature, self.top_k, self.top_p, self.min_p, self.seed, self.choice
+
     def check_vocab(self, vocab: int) -> None:
         """ConfigError when a biased id is not one of `vocab` tokens."""
         if self.biases and self.biases[-1][0] >= vocab:

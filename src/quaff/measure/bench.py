@@ -235,9 +235,10 @@ class Stand:
         for state, tokens in zip(states, self._tokens, strict=False):
             prompt = tokens[: trial.depth + max(1, trial.prompt)]
             base, base_tokens = (state.sequence(), state.tokens) if state is not None else (None, ())
-            requests.append(
-                engine.submit(prompt, params=params, logits_from=len(prompt) - 1, on_logits=_ignore, base=base, base_tokens=base_tokens)
-            )
+            # A prompt alone is read up to the logits of its last token, as it is when tokens follow.
+            wanted, ignore = (None, None) if params is not None else (len(prompt) - 1, _ignore)
+            request = engine.submit(prompt, params=params, logits_from=wanted, on_logits=ignore, base=base, base_tokens=base_tokens)
+            requests.append(request)
         engine.run(requests)
         seconds = time.perf_counter() - began
         for request in requests:

@@ -14,6 +14,7 @@ from types import NoneType
 from typing import Any
 
 from quaff.errors import QuaffError
+from quaff.release import release
 
 Entry = dict[str, Any]
 
@@ -47,14 +48,12 @@ class LedgerError(QuaffError):
     """A ledger line that is damaged, or that this version does not know how to read."""
 
 
-def release() -> str:
+def installed() -> str:
     """The version of quaff that is installed; LedgerError where none is."""
-    from importlib.metadata import PackageNotFoundError, version
-
-    try:
-        return version("quaff")
-    except PackageNotFoundError:
-        raise LedgerError("a ledger line names the version of quaff, and none is installed here; install it first: pip install .") from None
+    version = release()
+    if version is None:
+        raise LedgerError("a ledger line names the version of quaff, and none is installed here; install it first: pip install .")
+    return version
 
 
 def entry(report: Mapping[str, Any]) -> Entry:
@@ -66,7 +65,7 @@ def entry(report: Mapping[str, Any]) -> Entry:
         "utc": datetime.now(UTC).isoformat(timespec="seconds"),
         "commit": commit,
         "dirty": dirty,
-        "quaff": release(),
+        "quaff": installed(),
         "numerics": _native.NUMERICS_VERSION,
         "machine": {"cpu": cpu_model()} | {key: report[key] for key in _MACHINE if key != "cpu"},
         "model": model_file(Path(report["model"])),

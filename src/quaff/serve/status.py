@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from importlib.metadata import version
 from typing import Any
 
 from starlette.requests import Request
@@ -11,6 +10,7 @@ from starlette.routing import Route
 
 from quaff import _native
 from quaff.llm import LLM
+from quaff.release import release
 from quaff.serve.metrics import CONTENT_TYPE
 from quaff.serve.service import service_of
 
@@ -37,7 +37,7 @@ async def props(request: Request) -> Response:
     return JSONResponse(
         {
             "model": settings.name,
-            "build_info": f"quaff {version('quaff')}",
+            "build_info": f"quaff {release() or '(not installed)'}",
             "architecture": llm.config.architecture,
             "context_length": llm.context,
             "default_max_tokens": settings.max_tokens,

@@ -10,12 +10,14 @@ import os
 import signal
 import subprocess
 import sys
+from importlib import metadata
 from pathlib import Path
 
 import pytest
 from tests.unit.cli.conftest import Cli
 
 from quaff import _native, load
+from quaff.release import release
 
 
 def assert_error(result, code: int, *words: str) -> None:  # noqa: ANN001
@@ -373,6 +375,16 @@ def test_pull_of_a_path_prints_it(cli: Cli, model: Path, monkeypatch: pytest.Mon
 def test_version_names_numerics_and_instruction_set(cli: Cli) -> None:
     result = cli("--version")
     assert result.code == 0 and f"numerics version {_native.NUMERICS_VERSION}" in result.out and _native.isa() in result.out
+
+
+def test_a_folder_that_is_not_installed_has_a_version_too(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(name: str) -> str:
+        raise metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(metadata, "version", missing)
+    assert release() is None
+    result = cli("--version")
+    assert result.code == 0 and "quaff (not installed)" in result.out
 
 
 def quaff(*arguments: object, **options: object) -> subprocess.Popen[bytes]:

@@ -17,6 +17,7 @@ from quaff.batch import Batch, Logits
 from quaff.engine.engine import Engine, Request
 from quaff.engine.loop import EngineLoop, Update
 from quaff.engine.pace import Policy
+from quaff.engine.runner import Draw
 from quaff.errors import ClosedError, ConfigError, QuaffError, QueueFullError
 from quaff.schedule import Order
 
@@ -210,12 +211,12 @@ def cancel_in_step(llm: LLM, loop: EngineLoop, step: int, request: Request, monk
     run, rows = llm.engine.runner.run, []
     seen = 0
 
-    def watched(batch: Batch, order: Order, on_work: object) -> Logits:
+    def watched(batch: Batch, order: Order, *rest: object) -> Logits:
         nonlocal seen
         seen += 1
         if seen == step:
             loop.cancel(request)
-        logits = run(batch, order, on_work)  # type: ignore[arg-type]
+        logits = run(batch, order, *rest)  # type: ignore[arg-type]
         if seen >= step:
             rows.append(sum(logits.finished))
         return logits
@@ -324,10 +325,10 @@ def test_a_long_step_tells_how_far_it_is(llm: LLM, loop: EngineLoop, monkeypatch
     llm.configure(schedule="layer")
     run, work, ids = llm.engine.runner.run, llm.engine.runner.work(0, 1000, 1), prompt(300, 1000)
 
-    def watched(batch: Batch, order: Order, on_work: Callable[[int], None]) -> Logits:
+    def watched(batch: Batch, order: Order, on_work: Callable[[int], None], draw: Draw | None) -> Logits:
         for tenth in (1, 5, 10, 12):
             on_work(tenth * work // 10)
-        return run(batch, order, on_work)
+        return run(batch, order, on_work, draw)
 
     monkeypatch.setattr(llm.engine.runner, "run", watched)
     ear = Ear()
@@ -340,7 +341,7 @@ def test_a_long_step_tells_how_far_it_is(llm: LLM, loop: EngineLoop, monkeypatch
 def test_a_listener_that_fails_inside_a_step_ends_its_own_request_only(llm: LLM, loop: EngineLoop, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loop_module, "TELL_SECONDS", 0.0)
     run = llm.engine.runner.run
-    monkeypatch.setattr(llm.engine.runner, "run", lambda batch, order, on_work: (on_work(1), run(batch, order, on_work))[1])
+    monkeypatch.setattr(llm.engine.runner, "run", lambda batch, order, on_work, draw: (on_work(1), run(batch, order, on_work, draw))[1])
 
     def broken(update: Update) -> None:
         assert not update.step_rows

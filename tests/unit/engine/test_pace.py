@@ -61,7 +61,15 @@ def test_a_machine_too_slow_for_the_target_keeps_its_least_rows() -> None:
 
 
 @pytest.mark.parametrize(
-    "bad", [{"max_stall_ms": 0}, {"max_stall_ms": float("nan")}, {"draft_tokens": -1}, {"draft_tokens": 65}, {"max_running": 0}]
+    "bad",
+    [
+        {"max_stall_ms": 0},
+        {"max_stall_ms": float("nan")},
+        {"draft_tokens": -1},
+        {"draft_tokens": 65},
+        {"max_running": 0},
+        *({"burst_ms": value} for value in (-1, 1001, float("nan"), True, "12")),
+    ],
 )
 def test_policies_out_of_range_are_named(bad: dict[str, float]) -> None:
     with pytest.raises(ConfigError, match=next(iter(bad))):

@@ -13,6 +13,7 @@ from tests.unit.serve.conftest import Live
 import quaff.engine.loop as loop_module
 from quaff import SamplingParams
 from quaff.batch import Batch, Logits
+from quaff.engine.runner import Draw
 from quaff.schedule import Order
 
 MESSAGES = [{"role": "system", "content": "Answer."}, {"role": "user", "content": "naïve 水?"}]
@@ -162,11 +163,11 @@ def test_progress_grows_while_one_long_step_reads_the_prompt(live: Live, monkeyp
     run, total = runner.run, len(live.llm.encode_chat(messages))
     assert 40 < total < live.llm.chunk
 
-    def watched(batch: Batch, order: Order, on_work: Callable[[int], None]) -> Logits:
+    def watched(batch: Batch, order: Order, on_work: Callable[[int], None], draw: Draw | None) -> Logits:
         work = runner.work(0, sum(s.rows for s in batch.segments), 1)
         for quarter in (1, 2, 5):
             on_work(quarter * work // 4)
-        return run(batch, order, on_work)
+        return run(batch, order, on_work, draw)
 
     monkeypatch.setattr(runner, "run", watched)
     options = {"model": "tiny", "messages": messages, "max_tokens": 2, "stream": True}

@@ -1,0 +1,287 @@
+"""Law: tokens, state and counters of a reply do not depend on how many of its tokens one native call draws and computes."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from tests.tiny import CASES, prompt
+from tests.unit.engine.test_llm import overflowing
+
+import quaff
+import quaff.engine.engine as engine_module
+from quaff import LLM, SamplingParams, _native
+from quaff.batch import Batch, Counters, Logits
+from quaff.engine.engine import Engine, Request
+from quaff.engine.pace import BURST_TOKENS, Policy
+from quaff.engine.runner import Draw, Runner
+from quaff.errors import NonFiniteError
+from quaff.schedule import Order
+
+ONE_BY_ONE = Policy(burst_ms=0)
+BURSTS = Policy(burst_ms=1000)  # as many tokens as a burst may have, however slow the machine is
+SAMPLING = [
+    SamplingParams(max_tokens=41, ignore_eos=True),
+    SamplingParams(max_tokens=40, temperature=0.9, seed=3, ignore_eos=True),
+    SamplingParams(max_tokens=2, temperature=1.3, top_k=40, top_p=0.9, min_p=0.01, seed=(1 << 64) - 1, choice=5, ignore_eos=True),
+    SamplingParams(max_tokens=30, temperature=0.7, top_p=0.5, seed=9, ignore_eos=True),
+]
+
+
+@pytest.fixture(scope="module", params=["llama-gqa", "gemma3", "qwen3moe", "deepseek2"])
+def path(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return CASES[request.param].write(tmp_path_factory.mktemp("bursts") / "m.gguf")
+
+
+@pytest.fixture
+def llm(path: Path) -> Iterator[LLM]:
+    with quaff.load(path, threads=2, chunk=32) as llm:
+        yield llm
+        llm.engine.sweep()
+        assert llm.engine.cache.sequences == 0, "a request kept its pages"
+
+
+def ask(engine: Engine, tokens: list[int], policy: Policy, params: SamplingParams, **options: object) -> Request:
+    engine.set_policy(policy)
+    request = engine.submit(tokens, params=params, keep=True, **options)  # type: ignore[arg-type]
+    engine.run([request])
+    return request
+
+
+def answer(
+    llm: LLM, tokens: list[int], policy: Policy, params: SamplingParams, **options: object
+) -> tuple[tuple[object, ...], Counters, int]:
+    """What a request left, by bytes, what it cost, and its steps."""
+    before, steps = llm.counters, llm.engine.steps
+    request = ask(llm.engine, tokens, policy, params, **options)
+    assert request.error is None
+    state = llm.engine.cache.kv_sha256(request.sequence)
+    llm.engine.release(request.sequence)
+    left = (tuple(request.tokens), request.computed, request.finish_reason, request.drafted, state)
+    return left, llm.counters - before, llm.engine.steps - steps
+
+
+def fill(llm: LLM, tokens: list[int]) -> None:
+    """A burst takes no more memory than there is: scratch for a prompt must have been needed before."""
+    llm.prefill(tokens, logits="none").state.close()
+
+
+@pytest.mark.parametrize("params", SAMPLING, ids=["greedy", "drawn", "two", "nucleus"])
+@pytest.mark.parametrize("length", [1, 60, 127])
+def test_bursts_never_show(llm: LLM, params: SamplingParams, length: int) -> None:
+    tokens = prompt(llm.config.vocab, length, seed=length)
+    fill(llm, prompt(llm.config.vocab, 40))
+    alone, cost, steps = answer(llm, tokens, ONE_BY_ONE, params)
+    together, same_cost, fewer = answer(llm, tokens, BURSTS, params)
+    assert together == alone and same_cost == cost
+    assert steps == params.max_tokens and fewer <= 2 + -(-(params.max_tokens - 1) // BURST_TOKENS)
+    with llm.prefill(list(alone[0][: alone[1]]), logits="none").state as state:  # type: ignore[index, misc]
+        assert state.kv_sha256() == alone[-1]
+
+
+def test_another_place_of_the_random_numbers_fails_the_comparison(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Negative control: the step draws with the numbers of another completion."""
+    tokens = prompt(llm.config.vocab, 60)
+    alone, _, _ = answer(llm, tokens, ONE_BY_ONE, SAMPLING[1])
+    options = SAMPLING[1].draw
+    assert options is not None
+    monkeypatch.setattr(SamplingParams, "draw", property(lambda self: (*options[:-1], self.choice + 1)))
+    assert answer(llm, tokens, BURSTS, SAMPLING[1])[0] != alone
+
+
+def test_an_end_inside_a_burst_ends_it(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    tokens, params = prompt(llm.config.vocab, 60), replace(SAMPLING[1], max_tokens=40)
+    first, _, _ = answer(llm, tokens, ONE_BY_ONE, params)
+    made = list(first[0][60:])  # type: ignore[index]
+    at = next(i for i in range(4, 40) if made.index(made[i]) == i)
+    monkeypatch.setattr(llm.engine, "end_ids", frozenset({made[at]}))
+    monkeypatch.setattr(llm.engine, "_ends", np.array([made[at]], dtype=np.int32))
+    params = replace(params, ignore_eos=False)
+    alone, cost, _ = answer(llm, tokens, ONE_BY_ONE, params)
+    together, same_cost, steps = answer(llm, tokens, BURSTS, params)
+    assert together == alone and same_cost == cost, "no row follows the end"
+    assert alone[1:3] == (60 + at, "stop") and steps < at
+
+
+def test_an_end_that_only_its_client_sees_leaves_the_state_of_its_tokens(llm: LLM) -> None:
+    def after_ten() -> Callable[[int], str | None]:
+        seen: list[int] = []
+
+        def accept(token: int) -> str | None:
+            seen.append(token)
+            return "stop" if len(seen) == 10 else None
+
+        return accept
+
+    tokens = prompt(llm.config.vocab, 60)
+    alone, _, _ = answer(llm, tokens, ONE_BY_ONE, SAMPLING[1], accept=after_ten())
+    together, _, steps = answer(llm, tokens, BURSTS, SAMPLING[1], accept=after_ten())
+    assert together == alone and alone[1:3] == (69, "stop") and steps < 10
+
+
+def test_a_cancel_inside_a_burst_keeps_what_is_finished(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole, _, _ = answer(llm, prompt(llm.config.vocab, 60), ONE_BY_ONE, SAMPLING[1])
+    runner, run, seen = llm.engine.runner, llm.engine.runner.run, []
+
+    def watched(batch: Batch, order: Order, on_work: object, draw: Draw | None) -> Logits:
+        if draw is None:
+            return run(batch, order)
+        target = 1 + 7 * len(seen)
+
+        def cancel() -> None:
+            while runner.control.cells_done < target and not over.is_set():
+                pass
+            runner.control.cancel()
+
+        over, thread = threading.Event(), threading.Thread(target=cancel)
+        thread.start()
+        logits = run(batch, order, None, draw)
+        over.set()
+        thread.join()
+        seen.append(logits.finished[0])
+        return logits
+
+    monkeypatch.setattr(runner, "run", watched)
+    together, _, _ = answer(llm, prompt(llm.config.vocab, 60), BURSTS, SAMPLING[1])
+    assert together == whole and seen and min(seen) < BURST_TOKENS
+
+
+def test_those_whose_logits_are_looked_at_get_one_token_at_a_time(llm: LLM) -> None:
+    tokens, params = prompt(llm.config.vocab, 60), replace(SAMPLING[0], max_tokens=12)
+    fill(llm, tokens)
+    for other in (
+        replace(params, logprobs=0),
+        replace(params, repetition_penalty=1.1),
+        replace(params, presence_penalty=0.5),
+        replace(params, frequency_penalty=0.5),
+        replace(params, logit_bias={7: 1.0}),
+    ):
+        assert answer(llm, tokens, BURSTS, other)[2] == 12
+    rows: list[int] = []
+    assert answer(llm, tokens, BURSTS, params, on_logits=lambda position, row: rows.append(position))[2] == 12
+    assert rows == list(range(59, 71))
+
+
+def test_company_ends_bursts(llm: LLM) -> None:
+    """Someone who comes must not wait for more than the burst that runs."""
+    tokens = prompt(llm.config.vocab, 60)
+    alone = [answer(llm, tokens[i:], ONE_BY_ONE, SAMPLING[1])[0] for i in range(2)]
+    llm.engine.set_policy(BURSTS)
+    first = llm.engine.submit(tokens, params=SAMPLING[1], keep=True)
+    for _ in range(3):
+        llm.engine.step()
+    assert 3 < first.generated < 40
+    second = llm.engine.submit(tokens[1:], params=SAMPLING[1], keep=True)
+    before = first.generated
+    while not first.done:
+        llm.engine.step()
+        assert first.generated <= before + 1
+        before = first.generated
+    llm.engine.run([second])
+    for request, bits in zip((first, second), alone, strict=True):
+        assert (tuple(request.tokens), llm.engine.cache.kv_sha256(request.sequence)) == (bits[0], bits[-1])
+        llm.engine.release(request.sequence)
+
+
+def test_the_end_of_the_context_ends_a_burst(path: Path) -> None:
+    with quaff.load(path, threads=1, chunk=32, context=80) as llm:
+        tokens = prompt(llm.config.vocab, 60)
+        alone, cost, _ = answer(llm, tokens, ONE_BY_ONE, SAMPLING[0])
+        together, same_cost, steps = answer(llm, tokens, BURSTS, SAMPLING[0])
+    assert together == alone and same_cost == cost and alone[1:3] == (80, "length") and steps < 10
+
+
+def test_recurrent_layers_go_token_by_token(tmp_path: Path) -> None:
+    """Their state is known at the end of a step only, and a reply may end before."""
+    with quaff.load(CASES["lfm2"].write(tmp_path / "m.gguf"), threads=1, chunk=32) as llm:
+        tokens = prompt(llm.config.vocab, 60)
+        assert answer(llm, tokens, BURSTS, SAMPLING[0])[2] == 41
+
+
+def test_a_row_that_overflows_inside_a_burst_fails_as_it_does_alone(tmp_path: Path) -> None:
+    with quaff.load(overflowing(tmp_path, 77), threads=1, chunk=16) as llm:
+        for seed in range(200):
+            params = SamplingParams(max_tokens=60, temperature=1.5, seed=seed, ignore_eos=True)
+            alone = ask(llm.engine, [5] * 20, ONE_BY_ONE, params)
+            if alone.error is not None and alone.generated > 4:
+                break
+            llm.engine.release(alone.sequence)
+        together = ask(llm.engine, [5] * 20, BURSTS, params)
+        assert isinstance(alone.error, NonFiniteError) and isinstance(together.error, NonFiniteError)
+        assert (together.tokens, str(together.error)) == (alone.tokens, str(alone.error))
+        assert llm.engine.cache.sequences == 0
+
+
+def test_a_burst_needs_no_memory_that_is_not_there(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Runner, "has_scratch", lambda self, rows: rows < 2)
+    _, _, steps = answer(llm, prompt(llm.config.vocab, 60), BURSTS, SAMPLING[0])
+    assert steps == 41
+    monkeypatch.undo()
+    taken: list[str] = []
+    take = llm.engine.runner._accountant.take
+    fill(llm, prompt(llm.config.vocab, 60))
+    monkeypatch.setattr(llm.engine.runner._accountant, "take", lambda n, what: (taken.append(what), take(n, what))[1])
+    llm.engine.set_policy(BURSTS)
+    request = llm.engine.submit(prompt(llm.config.vocab, 60), params=SAMPLING[0])
+    llm.engine.step()
+    taken.clear()
+    llm.engine.run([request])
+    assert not [what for what in taken if "scratch" in what or "logits" in what]
+
+
+def test_the_native_step_refuses_rows_it_cannot_draw_for(llm: LLM) -> None:
+    """Memory safety must not depend on the order of cells: a row that is computed before its token is drawn would be another one."""
+    runner, cache = llm.engine.runner, llm.engine.cache
+    draw = Draw((0.0, 0, 1.0, 0.0, 0, 0), np.array([1 << 30, -5], dtype=np.int32))
+    tokens, sequence = np.zeros(3, dtype=np.int32), cache.create()
+
+    def run(order: Order, wanted: range, parts: int = 1) -> Logits:
+        segments = [cache.segment(sequence, tokens, wanted) for _ in range(parts)]
+        return runner.run(Batch(tuple(segments)), order, None, draw)
+
+    try:
+        assert len(run(Order("token"), range(3)).drawn) == 3
+        for order, wanted, parts, what in (
+            (Order("chunk", 2), range(3), 1, "every row has cells of its own"),
+            (Order("layer", 1), range(3), 1, "before the next one"),
+            (Order("token"), range(1, 3), 1, "each of its rows"),
+            (Order("token"), range(3), 2, "one segment"),
+        ):
+            with pytest.raises(ValueError, match=what):
+                run(order, wanted, parts)
+        draw = Draw((-1.0, 0, 1.0, 0.0, 0, 0), draw.ends)  # nothing can be drawn: the first row is the last one
+        logits = run(Order("token"), range(3))
+        assert (logits.drawn, logits.finished, logits.rows.tolist()) == ((), (1,), [0])
+        with pytest.raises(ValueError, match="out of range"):
+            _native.sample(logits.values[0], -1.0, 0, 1.0, 0.0, 1.0, np.empty(0, np.int32), 0, 1, 0)
+    finally:
+        cache.free(sequence)
+
+
+def test_bursts_are_as_long_as_their_time(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn: list[int] = []
+    commit = llm.engine._commit
+
+    def slow(work: object, logits: Logits, burst: bool) -> None:
+        drawn.append(len(logits.drawn))
+        llm.engine._row_seconds = 0.004
+        commit(work, logits, burst)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(llm.engine, "_commit", slow)
+    llm.engine.set_policy(Policy(burst_ms=13))
+    request = llm.engine.submit(prompt(llm.config.vocab, 60), params=replace(SAMPLING[0], max_tokens=9))
+    llm.engine.run([request])
+    assert drawn == [0, 3, 3, 2] and request.generated == 9
+
+
+def test_a_step_of_one_row_of_logits_has_no_burst(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    alone, _, _ = answer(llm, prompt(llm.config.vocab, 60), ONE_BY_ONE, SAMPLING[0])
+    make = engine_module.make_scheduler
+    for name in ("logits_rows", "mixed_rows"):
+        monkeypatch.setattr(engine_module, "make_scheduler", lambda *args, name=name: (s := make(*args), setattr(s, name, 1))[0])
+        bits, _, steps = answer(llm, prompt(llm.config.vocab, 60), BURSTS, SAMPLING[0])
+        assert bits == alone and steps >= 41
