@@ -60,6 +60,7 @@ struct DotAvx2 : BytesAvx2 {
     // 16 registers: 4 tokens' sums in 8, 2 of codes, a broadcast, products; the f32 chains wait in L1 between groups.
     static constexpr int kTokens = 4, kPanels = 1;
     static constexpr bool kUnpacksNibbles = false;
+    static constexpr int64_t kManyTokens[2] = {32, kNever}; // worth prepared panels: groups of 16, of 32
     static constexpr int kFloatTokens = 6, kFloatPanels = 1;
 
     template <int bits> QUAFF_INLINE static Operand<bits> operand(Bytes x) {

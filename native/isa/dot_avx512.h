@@ -16,7 +16,8 @@ struct DotAvx512 {
     static constexpr int32_t kWideOffset = 128;
     // 2 panels x 6 tokens = 12 dots and 12 f32 chains, 2 registers of codes and a broadcast: 27 of 32.
     static constexpr int kTokens = 6, kPanels = 2;
-    static constexpr bool kUnpacksNibbles = true; // in tiles of many tokens: 5 and 6 bits take longer than they save
+    static constexpr bool kUnpacksNibbles = true;       // in tiles of many tokens: 5 and 6 bits take longer than they save
+    static constexpr int64_t kManyTokens[2] = {36, 18}; // worth prepared panels: groups of 16, of 32
     static constexpr int kFloatTokens = 6, kFloatPanels = 2;
 
     QUAFF_INLINE static Bytes load(const uint8_t* p) { return _mm512_loadu_si512(p); }

@@ -17,6 +17,7 @@ struct DotNeon {
     // 3 tokens: 12 sums, 12 f32 chains, 4 registers of codes and a broadcast: 29 of 32.
     static constexpr int kTokens = 3, kPanels = 1;
     static constexpr bool kUnpacksNibbles = false;
+    static constexpr int64_t kManyTokens[2] = {24, 12}; // worth prepared panels: groups of 16, of 32
     static constexpr int kFloatTokens = 6, kFloatPanels = 1;
 
     QUAFF_INLINE static Bytes load(const uint8_t* p) { return {vld1q_u8(p), vld1q_u8(p + 16), vld1q_u8(p + 32), vld1q_u8(p + 48)}; }

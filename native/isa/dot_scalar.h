@@ -20,6 +20,7 @@ struct DotScalar {
     static constexpr int32_t kWideOffset = 128;
     static constexpr int kTokens = 2, kPanels = 1; // the software fma is most of the work; two tokens share the widening
     static constexpr bool kUnpacksNibbles = false;
+    static constexpr int64_t kManyTokens[2] = {24, 12}; // worth prepared panels: groups of 16, of 32
     static constexpr int kFloatTokens = 2, kFloatPanels = 1;
 
     QUAFF_INLINE static Bytes load(const uint8_t* p) {

@@ -11,6 +11,8 @@
 
 namespace quaff::isa {
 
+inline constexpr int64_t kNever = INT64_MAX; // in place of a number of tokens from which something pays
+
 // Lanes [0, n) of a tail from memory, the rest a padding value; and back. Kernels use them once a row.
 template <class V> QUAFF_INLINE typename V::F load_part(const float* p, int64_t n, float pad) {
     alignas(64) float lanes[kLanes];

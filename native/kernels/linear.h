@@ -10,23 +10,19 @@ namespace quaff::linear {
 
 inline constexpr int64_t kMaxTokens = 8, kMaxPanels = 4, kMaxFloatPanels = 2; // no tile is larger
 inline constexpr int64_t kPreparedBytes = 448 << 10;                          // a part of the second-level cache
-inline constexpr int64_t kManyTokens = 40;                                    // worth scales times every mantissa
+inline constexpr int64_t kPackedBytes = 128 << 10;                            // packed panels that several tiles pass over together
 static_assert(kQuantGroup == 32 && kLanes == 16);
 
-// Where a tile finds codes and scales: in the weight itself (few tokens, bound by memory), or prepared for more.
+// Where a tile finds codes and scales: in the weight itself, or prepared for many tokens.
 enum class Source {
     kPacked,      // planes and scale blocks, expanded in registers
     kBook,        // the same, codes through a codebook
-    kBytes,       // prepared: one code a byte, f32 scales and minimums
-    kBookBytes,   // the same, what was a codebook's
-    kSteps,       // the same of any weight, scales times each mantissa that an activation scale may have
+    kSteps,       // prepared: one code a byte, f32 scales times each mantissa that an activation scale may have, f32 minimums
     kPackedSteps, // the same scales, codes in the weight itself: the tile unpacks them with units that idle beside those of products
 };
-constexpr bool is_prepared(Source source) { return source != Source::kPacked && source != Source::kBook; }
+constexpr bool is_prepared(Source source) { return source == Source::kSteps || source == Source::kPackedSteps; }
 // Whether integer sums become f32 as parts of larger numbers (struct Cell).
-constexpr bool shifted(Source source) { return source != Source::kPacked && source != Source::kBytes; }
-constexpr bool has_steps(Source source) { return source == Source::kSteps || source == Source::kPackedSteps; }
-constexpr int scale_steps(Source source) { return has_steps(source) ? kScaleSteps : 1; }
+constexpr bool shifted(Source source) { return source != Source::kPacked; }
 
 // Panels side by side, from the first one of a call on.
 struct Panels {
@@ -38,8 +34,7 @@ struct Panels {
     Panels(const Weight& w, const uint8_t* codes) : data(codes), panel_stride(w.cols * kLanes), chunk_stride(kChunk * w.group / 32 * 512) {}
     const uint8_t* data;
     int64_t panel_stride, chunk_stride, codes_at = 0, last_codes_at = 0; // codes of a chunk of 16 groups, of a shorter last one
-    // Prepared: [panel][scale, then min if any][group][row]; kSteps: [panels of a tile][scale * mantissa, then min if any][group][panel][row].
-    const float* scales = nullptr;
+    const float* scales = nullptr; // prepared: [panels of a tile][scale * mantissa, then min if any][group][panel][row]
 };
 
 // Significant bits of a stored code as an operand: what fits an int16 pair of products depends on it (isa/dot_avx2.h).
@@ -56,7 +51,7 @@ constexpr int operand_bits(Codes codes, bool book) {
 // scales so small.
 struct Cell {
     int32_t start[16]; // -offset * sum(q) of the weight group; where shifted plus the bits of 1.5 * 2^(23+e)
-    int32_t step[16];  // kSteps: where scales times the mantissa are, in floats; else its bits; where not shifted the scale's
+    int32_t step[16];  // prepared: where scales times the mantissa are, in floats; else its bits; where not shifted the scale's
     float other[16];   // with minimums: scale of the enclosing 32 * float(sum(q)); without, where shifted: 1.5 * 2^(23+e)
 };
 // Weights with minimums have no offset: the tile needs a start only where it is the 1.5 * 2^(23+e).
@@ -67,18 +62,19 @@ constexpr int kScaleShift = std::countr_zero(unsigned(kScaleFraction) + 1);
 static_assert(sizeof(Cell) == 192 && kOutlierBlock % (16 * kQuantGroup) == 0);
 
 QUAFF_INLINE int64_t cell_bytes(const Weight& w) { return (w.groups / 16 + 1) * kMaxTokens * int64_t(sizeof(Cell)); }
-QUAFF_INLINE int64_t code_bytes(const Weight& w) { return w.codes == Codes::kByte ? 0 : w.cols * kLanes; }        // prepared, per panel
-QUAFF_INLINE int64_t scale_floats(const Weight& w, int steps) { return w.groups * kLanes * (steps + w.has_min); } // per panel
+QUAFF_INLINE int64_t code_bytes(const Weight& w) { return w.codes == Codes::kByte ? 0 : w.cols * kLanes; }   // prepared, per panel
+QUAFF_INLINE int64_t scale_floats(const Weight& w) { return w.groups * kLanes * (kScaleSteps + w.has_min); } // the same
+QUAFF_INLINE int64_t packed_at_once(const Weight& w) { return w.panel_bytes * 4 < kPackedBytes ? kPackedBytes / w.panel_bytes / 2 * 2 : 2; }
 
 // Panels that will most likely be claimed next: of this weight from `panel` on, or the first ones of the weight that follows. They are fetched
 // into L2 while tokens pass over those before them, a few lines for every group: many at once would hold up the tile until memory has answered.
 struct Ahead {
     Ahead() = default;
-    Ahead(const LinearArgs& a, int64_t panel) {
+    Ahead(const LinearArgs& a, int64_t panel, int64_t (*at_once)(const Weight&)) {
         const Weight* w = a.w;
         if (panel == panel_count(*w) && a.next)
             w = a.next, panel = 0;
-        const int64_t panels = panel_count(*w), count = panels_at_once(*w), past = panel + count < panels ? panel + count : panels;
+        const int64_t panels = panel_count(*w), count = at_once(*w), past = panel + count < panels ? panel + count : panels;
         at = w->data + panel * w->panel_bytes;
         end = w->data + past * w->panel_bytes;
     }
@@ -243,12 +239,10 @@ struct Strides {
     int64_t panel, group, min;
 };
 
-template <class D, Source source, int G> QUAFF_INLINE constexpr Strides strides(int64_t groups, bool has_min) {
+template <class D, Source source, int G> QUAFF_INLINE constexpr Strides strides(int64_t groups) {
     constexpr int64_t block = kOutlierBlock / G * kLanes;
     if (!is_prepared(source))
-        return {2 * block, kLanes, block}; // of a block, in the tile itself
-    if (!has_steps(source))
-        return {groups * kLanes * (1 + has_min), kLanes, groups * kLanes};
+        return {2 * block, kLanes, block};                                            // of a block, in the tile itself
     return {kLanes, D::kPanels * kLanes, kScaleSteps * D::kPanels * kLanes * groups}; // a tile's panels lie side by side
 }
 
@@ -280,7 +274,7 @@ QUAFF_INLINE void add_outliers(typename D::V::F (&acc)[R][T], typename D::Table 
 
 // R panels x T tokens over all groups. Tiles are inlined into the loop over panels: g++ keeps an array in registers only when the loops over it
 // are inner ones, unrolled before it decides.
-template <class D, Source source, Codes form, int G, bool has_min, int R, int T>
+template <class D, Source source, Codes form, int G, bool has_min, bool several, int R, int T>
 QUAFF_INLINE void int_tile(const LinearArgs& a, const Panels& p, Tokens& x, int64_t panel, int64_t token) {
     using V = typename D::V;
     constexpr bool prepared = is_prepared(source), book = source == Source::kBook;
@@ -292,7 +286,7 @@ QUAFF_INLINE void int_tile(const LinearArgs& a, const Panels& p, Tokens& x, int6
     const int64_t groups = x.groups;
     constexpr int64_t block = kOutlierBlock / G; // groups
     constexpr bool starts = shifted(source) || !has_min;
-    const Strides stride = strides<D, source, G>(groups, has_min);
+    const Strides stride = strides<D, source, G>(groups);
     const Cell* cells = x.cells;
     typename D::Table table{};
     if constexpr (book)
@@ -325,9 +319,9 @@ QUAFF_INLINE void int_tile(const LinearArgs& a, const Panels& p, Tokens& x, int6
         const int8_t* chunk_q = x.q + g0 * G;
         for (int64_t i0 = 0; i0 < count; i0 += 32 / G) {
             const int64_t b = i0 * G / 32;
-            if constexpr (prepared)
+            if constexpr (several)
                 x.ahead.fetch();
-            else if (passes_l1 && b % 2 == 0)
+            if (passes_l1 && b % 2 == 0)
                 for (int t = 0; t < T; t++)
                     __builtin_prefetch(chunk_q + t * x.q_stride + b * 32 + kTokenBytesAhead, 0, 3);
             if constexpr (!prepared && read == Codes::kNibblePair) // in order: the last lines are read beside the first
@@ -383,8 +377,7 @@ QUAFF_INLINE void int_tile(const LinearArgs& a, const Panels& p, Tokens& x, int6
                         const int32_t step = cells[t].step[i];
                         const typename V::F base = has_min ? V::from_bits(V::iset(cells[t].start[i])) : V::set(cells[t].other[i]);
                         const typename V::F dot = shifted(source) ? V::sub(V::from_bits(sum[r][t]), base) : V::to_float(sum[r][t]);
-                        const typename V::F scale =
-                            has_steps(source) ? V::load(at + step) : V::mul(V::load(at), V::from_bits(V::iset(step)));
+                        const typename V::F scale = prepared ? V::load(at + step) : V::mul(V::load(at), V::from_bits(V::iset(step)));
                         acc[r][t] = V::fma(dot, scale, acc[r][t]);
                     }
                     if constexpr (has_min) {
@@ -425,26 +418,27 @@ QUAFF_INLINE void int_tile(const LinearArgs& a, const Panels& p, Tokens& x, int6
     store_tile<V>(a, panel, R, token, T, values);
 }
 
-// `count` panels from `panel` on times T tokens: as many panels at once as the tile holds, the rest one by one. Packed panels are always read one
-// by one: they are bound by memory, one panel is one stream of addresses, and the groups in flight hide the latency of the chains.
-template <class D, Source source, Codes codes, int G, bool has_min, int T>
+// `count` panels from `panel` on times T tokens. Where `several` tiles pass over them as many panels at once as the tile holds, the rest one by one. A
+// tile alone is bound by memory and reads one by one: a panel is one stream of addresses, and the groups in flight hide the latency of the chains.
+template <class D, Source source, Codes codes, int G, bool has_min, bool several, int T>
 [[gnu::noinline]] static void int_panels(const LinearArgs& a, Panels p, Tokens& x, int64_t panel, int64_t count, int64_t token) {
-    constexpr int R = is_prepared(source) ? D::kPanels : 1;
-    const int64_t tile_floats = R * scale_floats(*a.w, scale_steps(source)), panel_floats = strides<D, source, G>(x.groups, has_min).panel;
+    constexpr int R = several ? D::kPanels : 1;
+    const int64_t tile_floats = R * scale_floats(*a.w), panel_floats = strides<D, source, G>(x.groups).panel;
     static_assert(R <= kMaxPanels && T <= kMaxTokens);
     for (; count >= R; count -= R, panel += R, p.data += R * p.panel_stride, p.scales += tile_floats)
-        int_tile<D, source, codes, G, has_min, R, T>(a, p, x, panel, token);
+        int_tile<D, source, codes, G, has_min, several, R, T>(a, p, x, panel, token);
     if constexpr (R > 1)
         for (; count; count--, panel++, p.data += p.panel_stride, p.scales += panel_floats)
-            int_tile<D, source, codes, G, has_min, 1, T>(a, p, x, panel, token);
+            int_tile<D, source, codes, G, has_min, several, 1, T>(a, p, x, panel, token);
 }
 
-template <class D, Source source, Codes codes, int G, bool has_min, int T = D::kTokens>
+// `least`: no call has fewer tokens.
+template <class D, Source source, Codes codes, int G, bool has_min, bool several, int least, int T = D::kTokens>
 static void int_tokens(const LinearArgs& a, const Panels& p, Tokens& x, int64_t panel, int64_t count, int64_t token, int64_t tokens) {
     if (tokens == T)
-        return int_panels<D, source, codes, G, has_min, T>(a, p, x, panel, count, token);
-    if constexpr (T > 1)
-        int_tokens<D, source, codes, G, has_min, T - 1>(a, p, x, panel, count, token, tokens);
+        return int_panels<D, source, codes, G, has_min, several, T>(a, p, x, panel, count, token);
+    if constexpr (T > least)
+        int_tokens<D, source, codes, G, has_min, several, least, T - 1>(a, p, x, panel, count, token, tokens);
 }
 
 // Calls f.template operator()<Codes, G, book>() for the form of w: those that some type has.
@@ -506,7 +500,7 @@ template <class D, Source source, int G>
                 if (!a.w->has_min)
                     V::store(cell->other, V::from_bits(base));
                 V::istore(cell->step,
-                          has_steps(source) ? V::imul(V::template shru<kScaleShift>(fraction), step_floats) : V::ior(fraction, one));
+                          is_prepared(source) ? V::imul(V::template shru<kScaleShift>(fraction), step_floats) : V::ior(fraction, one));
             } else {
                 V::istore(cell->start, start);
                 V::istore(cell->step, bits);
@@ -526,28 +520,24 @@ template <class F> QUAFF_INLINE void each_chunk(const Weight& w, const uint8_t* 
         f(panel, g, w.groups - g < kChunk ? w.groups - g : kChunk);
 }
 
-// One prepared panel: scales, times each mantissa or not, and minimums as f32; codes as bytes, 512 per group of 32 (byte codes stay where they are).
+// One prepared panel: scales times each mantissa, and minimums; codes as bytes, 512 per group of 32 (byte codes stay where they are).
 template <class D, Source source, Codes codes, int G, bool book>
 [[gnu::noinline]] static void prepare_panel(const Weight& w, const uint8_t* panel, float* scales, uint8_t* to) {
     using V = typename D::V;
-    const Strides stride = strides<D, source, G>(w.groups, w.has_min);
+    const Strides stride = strides<D, source, G>(w.groups);
     typename D::Table table{};
     if constexpr (book)
         table = D::table(w.codebook);
     each_chunk(w, panel, [&](const uint8_t* chunk, int64_t g, int64_t groups) {
         float* at = scales + g * stride.group;
-        if constexpr (has_steps(source)) {
-            alignas(64) float scale[kChunk * kLanes], min[kChunk * kLanes];
-            expand_scales<V>(w, chunk, groups, scale, min);
-            for (int64_t i = 0; i < groups; i++, at += stride.group) {
-                const typename V::F one = V::load(scale + i * kLanes);
-                for (int m = 0; m < kScaleSteps; m++)
-                    V::store(at + m * stride.group * w.groups, V::mul(one, V::set(1.0f + float(m) / kScaleSteps)));
-                if (w.has_min)
-                    V::store(at + stride.min, V::load(min + i * kLanes));
-            }
-        } else {
-            expand_scales<V>(w, chunk, groups, at, at + stride.min);
+        alignas(64) float scale[kChunk * kLanes], min[kChunk * kLanes];
+        expand_scales<V>(w, chunk, groups, scale, min);
+        for (int64_t i = 0; i < groups; i++, at += stride.group) {
+            const typename V::F one = V::load(scale + i * kLanes);
+            for (int m = 0; m < kScaleSteps; m++)
+                V::store(at + m * stride.group * w.groups, V::mul(one, V::set(1.0f + float(m) / kScaleSteps)));
+            if (w.has_min)
+                V::store(at + stride.min, V::load(min + i * kLanes));
         }
         if constexpr (codes != Codes::kByte && source != Source::kPackedSteps) {
             const uint8_t* from = chunk + chunk_codes_at(w, groups);
@@ -559,64 +549,71 @@ template <class D, Source source, Codes codes, int G, bool book>
     });
 }
 
-// Few tokens: straight from the packed panels, cells made once.
-template <class D> static void few_tokens(const LinearArgs& a, Tokens& x, int64_t panel0, int64_t panel1) {
+// Panels as they are, which every tile expands. Several tiles, all of about as many tokens, pass over some panels together, which come from memory
+// once.
+template <class D, Codes codes, int G, bool book>
+static void packed_tokens(const LinearArgs& a, Tokens& x, int64_t panel0, int64_t panel1) {
+    constexpr Source source = book ? Source::kBook : Source::kPacked;
     const Weight& w = *a.w;
-    with_form(w, [&]<Codes codes, int G, bool book>() {
-        const Panels p(w, panel0);
-        prepare_tokens<D, book ? Source::kBook : Source::kPacked, G>(a, operand_bits(codes, book) == 8 ? D::kWideOffset : w.offset, 0,
-                                                                     a.rows, x);
-        with_min<codes, book>(w, [&]<bool has_min>() {
-            int_tokens<D, book ? Source::kBook : Source::kPacked, codes, G, has_min>(a, p, x, panel0, panel1 - panel0, 0, a.rows);
-        });
-    });
+    const int64_t tiles = (a.rows + D::kTokens - 1) / D::kTokens, at_once = tiles == 1 ? panel1 - panel0 : packed_at_once(w);
+    for (int64_t panel = panel0; panel < panel1; panel += at_once) {
+        const int64_t count = panel1 - panel < at_once ? panel1 - panel : at_once;
+        const Panels p(w, panel);
+        if (tiles > 1)
+            x.ahead = Ahead(a, panel + count, packed_at_once);
+        for (int64_t tile = 0, token = 0, past; tile < tiles; tile++, token = past) {
+            past = a.rows * (tile + 1) / tiles;
+            prepare_tokens<D, source, G>(a, operand_bits(codes, book) == 8 ? D::kWideOffset : w.offset, token, past - token, x);
+            with_min<codes, book>(w, [&]<bool has_min>() {
+                constexpr int half = (D::kTokens + 1) / 2;
+                const auto tokens =
+                    tiles > 1 ? int_tokens<D, source, codes, G, has_min, true, half> : int_tokens<D, source, codes, G, has_min, false, 1>;
+                tokens(a, p, x, panel, count, token, past - token);
+            });
+        }
+    }
 }
 
-// More tokens: some panels are prepared in scratch and stay in L2 while all tokens pass.
-template <class D, Source source>
+// Many tokens: some panels are prepared in scratch and stay in L2 while all tokens pass.
+template <class D, Codes codes, int G, bool book>
 static void prepared_tokens(const LinearArgs& a, Tokens& x, int64_t panel0, int64_t panel1, uint8_t* scratch) {
+    constexpr int bits = operand_bits(codes, book);
+    constexpr bool packed = D::kUnpacksNibbles && codes == Codes::kNibble && !book;
+    constexpr Codes alike = D::template kSteps<bits> == 8 ? Codes::kNibble : codes; // tiles that differ in nothing are one
+    constexpr Codes read = packed ? codes : bits == 8 ? Codes::kByte : alike;
+    constexpr Source source = packed ? Source::kPackedSteps : Source::kSteps;
     const Weight& w = *a.w;
     auto* scales = reinterpret_cast<float*>(scratch);
-    const int64_t fit = panels_at_once(w), at_once = source == Source::kSteps || fit < 4 ? fit : 4;
-    const int64_t panel_floats = scale_floats(w, scale_steps(source));
+    const int64_t at_once = panels_at_once(w), panel_floats = scale_floats(w), stride = strides<D, source, G>(w.groups).panel;
     auto* codes_at = reinterpret_cast<uint8_t*>(scales + at_once * panel_floats);
-    with_form(w, [&]<Codes codes, int G, bool book>() {
-        constexpr Codes form =
-            D::template kSteps<operand_bits(codes, book)> == 8 ? Codes::kNibble : codes; // tiles that differ in nothing are one
-        constexpr bool packed = source == Source::kSteps && D::kUnpacksNibbles && codes == Codes::kNibble && !book;
-        constexpr Codes read = packed ? codes : operand_bits(codes, book) == 8 ? Codes::kByte : form;
-        const int32_t offset = operand_bits(codes, book) == 8 ? D::kWideOffset : w.offset;
-        constexpr Source from = packed ? Source::kPackedSteps : source == Source::kBytes && book ? Source::kBookBytes : source;
-        const int64_t stride = strides<D, from, G>(w.groups, w.has_min).panel;
-        for (int64_t panel = panel0; panel < panel1; panel += at_once) {
-            const int64_t count = panel1 - panel < at_once ? panel1 - panel : at_once;
-            Panels p = codes == Codes::kByte || packed ? Panels(w, panel) : Panels(w, codes_at);
-            p.scales = scales;
-            for (int64_t i = 0; i < count; i++)
-                prepare_panel<D, from, codes, G, book>(w, w.data + (panel + i) * w.panel_bytes,
-                                                       scales + i / D::kPanels * D::kPanels * panel_floats + i % D::kPanels * stride,
-                                                       codes_at + i * code_bytes(w));
-            x.ahead = Ahead(a, panel + count);
-            for (int64_t token = 0; token < a.rows; token += D::kTokens) {
-                const int64_t tokens = a.rows - token < D::kTokens ? a.rows - token : D::kTokens;
-                prepare_tokens<D, from, G>(a, offset, token, tokens, x);
-                with_min<codes, book>(w,
-                                      [&]<bool has_min>() { int_tokens<D, from, read, G, has_min>(a, p, x, panel, count, token, tokens); });
-            }
+    for (int64_t panel = panel0; panel < panel1; panel += at_once) {
+        const int64_t count = panel1 - panel < at_once ? panel1 - panel : at_once;
+        Panels p = codes == Codes::kByte || packed ? Panels(w, panel) : Panels(w, codes_at);
+        p.scales = scales;
+        for (int64_t i = 0; i < count; i++)
+            prepare_panel<D, source, codes, G, book>(w, w.data + (panel + i) * w.panel_bytes,
+                                                     scales + i / D::kPanels * D::kPanels * panel_floats + i % D::kPanels * stride,
+                                                     codes_at + i * code_bytes(w));
+        x.ahead = Ahead(a, panel + count, panels_at_once);
+        for (int64_t token = 0; token < a.rows; token += D::kTokens) {
+            const int64_t tokens = a.rows - token < D::kTokens ? a.rows - token : D::kTokens;
+            prepare_tokens<D, source, G>(a, bits == 8 ? D::kWideOffset : w.offset, token, tokens, x);
+            with_min<codes, book>(
+                w, [&]<bool has_min>() { int_tokens<D, source, read, G, has_min, true, 1>(a, p, x, panel, count, token, tokens); });
         }
-    });
+    }
 }
 
 template <class D> static void linear_int(const LinearArgs* args, int64_t panel0, int64_t panel1, uint8_t* scratch) {
     const LinearArgs& a = *args;
     Tokens x{};
     x.groups = a.w->groups, x.cells = reinterpret_cast<Cell*>(scratch);
-    if (a.rows <= D::kTokens)
-        few_tokens<D>(a, x, panel0, panel1);
-    else if (a.rows < kManyTokens)
-        prepared_tokens<D, Source::kBytes>(a, x, panel0, panel1, scratch + cell_bytes(*a.w));
-    else
-        prepared_tokens<D, Source::kSteps>(a, x, panel0, panel1, scratch + cell_bytes(*a.w));
+    with_form(*a.w, [&]<Codes codes, int G, bool book>() {
+        if (a.rows < D::kManyTokens[G / 32])
+            packed_tokens<D, codes, G, book>(a, x, panel0, panel1);
+        else if constexpr (D::kManyTokens[G / 32] != isa::kNever)
+            prepared_tokens<D, codes, G, book>(a, x, panel0, panel1, scratch + cell_bytes(*a.w));
+    });
 }
 
 // R panels x T tokens of float weights: a chain from +0 per block of 128 k, block sums added in order to a total that starts at +0.

@@ -191,7 +191,7 @@ int check() {
     const std::vector<const KernelTable*> sets = tables();
     for (const Form& form : kForms) {
         const bool is_float = form.block == 1;
-        for (int64_t tokens : {1, 2, 3, 5, 6, 7, 31, 64}) {
+        for (int64_t tokens : {1, 2, 3, 4, 5, 6, 7, 8, 9, 13, 16, 17, 31, 40, 64}) {
             const int64_t rows = std::vector<int>{1, 15, 16, 17, 33, 64, 80, 100}[size_t(any(0, 7))];
             const int64_t cols = is_float ? any(1, 300) : any(1, 2560 / form.block) * form.block;
             const std::vector<uint8_t> data = random_blocks(form, rows, cols);

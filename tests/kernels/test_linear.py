@@ -17,7 +17,7 @@ from quaff.graph.lowering import BLOCKS, lower
 from quaff.graph.reference import linear_float, linear_int
 
 F32 = NDArray[np.float32]
-TOKENS = [1, 2, 3, 4, 6, 7, 13, 47]  # every tile of tokens, alone and as a remainder; packed weights, plain scales, scales times mantissas
+TOKENS = [1, 2, 3, 4, 6, 7, 13, 47]  # every tile of tokens, alone and as a remainder; packed weights, prepared ones
 FLOATS = (Type.F32, Type.F16, Type.BF16)
 LOWERED = tuple(kind for kind in QUANTISED if int(kind) in BLOCKS)
 EPS = 1e-5
