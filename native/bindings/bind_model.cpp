@@ -23,7 +23,7 @@ std::span<const int32_t> span(const In<int32_t, 1>& a) { return {a.data(), a.siz
 // batch.Segment: tokens, the position of the first, page tables and states by kind.
 using SegmentTuple = std::tuple<In<int32_t, 1>, int32_t, std::vector<In<int32_t, 1>>, std::vector<In<int32_t, 1>>>;
 
-// Draw: temperature, top_k, top_p, min_p, seed and choice, and the tokens that end it.
+// Draw::Segment: temperature, top_k, top_p, min_p, seed and choice, and the tokens that end it.
 using DrawTuple = std::tuple<float, int64_t, double, double, uint64_t, uint32_t, In<int32_t, 1>>;
 
 // The rows of all segments, for as long as a step's input points at them.
@@ -370,7 +370,7 @@ void bind_step(nb::module_& m) {
             [](Runtime& self, Model& model, const std::vector<PagePool*>& pools, const std::vector<StatePool*>& state_pools,
                const std::vector<SegmentTuple>& segments, In<int32_t, 1> cell_stage, In<int32_t, 1> cell_ranges, In<int32_t, 2> ranges,
                In<int32_t, 1> logits_rows, Out<float, 2> logits, Control& control, Counters& counters,
-               std::optional<Out<double, 1>> op_seconds, const std::optional<DrawTuple>& draw) {
+               std::optional<Out<double, 1>> op_seconds, const std::vector<DrawTuple>& draw) {
                 if (ranges.shape(1) != 2)
                     throw std::invalid_argument("step: ranges must be [n, 2]");
                 size_t ops = 0;
@@ -378,14 +378,15 @@ void bind_step(nb::module_& m) {
                     ops += stage.program->ops.size();
                 if (op_seconds && op_seconds->size() != ops)
                     throw std::invalid_argument("step: op_seconds must have one value for every op of every stage");
-                if (logits.shape(0) != (draw ? 1 : logits_rows.size()) || static_cast<int64_t>(logits.shape(1)) != model.outputs)
-                    throw std::invalid_argument("step: logits must be [len(logits_rows), outputs], and [1, outputs] to draw from");
+                if (logits.shape(0) != (draw.empty() ? logits_rows.size() : draw.size()) ||
+                    static_cast<int64_t>(logits.shape(1)) != model.outputs)
+                    throw std::invalid_argument("step: logits must be [len(logits_rows), outputs], and [len(draw), outputs] to draw from");
                 StepInput in;
                 Rows rows(segments, pools.size(), state_pools.size(), in);
-                if (draw) {
-                    const auto& [temperature, top_k, top_p, min_p, seed, choice, ends] = *draw;
-                    in.draw = Draw{{temperature, top_k, top_p, min_p, 1.0f, seed, 0, choice}, span(ends), rows.tokens};
-                }
+                if (!draw.empty())
+                    in.draw = Draw{{}, rows.tokens};
+                for (const auto& [temperature, top_k, top_p, min_p, seed, choice, ends] : draw)
+                    in.draw->segments.push_back({{temperature, top_k, top_p, min_p, 1.0f, seed, 0, choice}, span(ends)});
                 in.cell_stage = span(cell_stage);
                 in.cell_ranges = span(cell_ranges);
                 in.ranges = {ranges.data(), ranges.size()};
@@ -406,12 +407,16 @@ void bind_step(nb::module_& m) {
                 nb::list poisoned, drawn;
                 for (int32_t p : result.poisoned)
                     poisoned.append(p != 0);
-                for (int32_t token : result.drawn)
-                    drawn.append(token);
+                for (const std::vector<int32_t>& tokens : result.drawn) {
+                    nb::list of_segment;
+                    for (int32_t token : tokens)
+                        of_segment.append(token);
+                    drawn.append(of_segment);
+                }
                 return std::make_tuple(result.cells_done, nb::tuple(poisoned), nb::tuple(drawn));
             },
             "model"_a, "pools"_a, "state_pools"_a, "segments"_a, "cell_stage"_a, "cell_ranges"_a, "ranges"_a, "logits_rows"_a, "logits"_a,
-            "control"_a, "counters"_a, "op_seconds"_a = nb::none(), "draw"_a = nb::none());
+            "control"_a, "counters"_a, "op_seconds"_a = nb::none(), "draw"_a = std::vector<DrawTuple>{});
 }
 
 } // namespace

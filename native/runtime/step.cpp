@@ -135,22 +135,29 @@ void StepRun::run_cells() {
             run_stage(static_cast<size_t>(in_.cell_stage[c]));
         control_.cells_done.store(c + 1, std::memory_order_relaxed);
         result_.cells_done = c + 1;
-        if (in_.draw && static_cast<size_t>(in_.cell_stage[c]) + 1 == model_.stages.size() && !draw(cell_rows_.front()))
+        if (in_.draw && static_cast<size_t>(in_.cell_stage[c]) + 1 == model_.stages.size() && !draw())
             break;
     }
 }
 
-// The token after a row; false where there is none, or nothing is to follow it.
-bool StepRun::draw(int32_t row) {
-    SampleOptions options = in_.draw->options;
-    options.position = static_cast<uint32_t>(in_.positions[row] + 1);
-    const int64_t token = sample_token(k_, in_.logits, model_.outputs, options, nullptr, 0);
-    if (token < 0 || token >= model_.vocab)
-        return false;
-    result_.drawn.push_back(static_cast<int32_t>(token));
-    if (row + 1 < rows_)
-        in_.draw->tokens[row + 1] = static_cast<int32_t>(token);
-    return std::find(in_.draw->ends.begin(), in_.draw->ends.end(), token) == in_.draw->ends.end();
+// The tokens after the cell's rows; false where one has none, or nothing is to follow it.
+bool StepRun::draw() {
+    bool more = true;
+    for (size_t s = 0; s < cell_rows_.size(); ++s) {
+        const int32_t row = cell_rows_[s];
+        auto [options, ends] = in_.draw->segments[s];
+        options.position = static_cast<uint32_t>(in_.positions[row] + 1);
+        const int64_t token = sample_token(k_, logits_row(static_cast<int64_t>(s)), model_.outputs, options, nullptr, 0);
+        if (token < 0 || token >= model_.vocab) {
+            more = false;
+            continue;
+        }
+        result_.drawn[s].push_back(static_cast<int32_t>(token));
+        if (row + 1 < rows_ && segment_of(static_cast<int64_t>(s)) == in_.segment_of_row[row + 1])
+            in_.draw->tokens[row + 1] = static_cast<int32_t>(token);
+        more = more && std::find(ends.begin(), ends.end(), token) == ends.end();
+    }
+    return more;
 }
 
 void StepRun::check_rows() {
@@ -179,10 +186,16 @@ void StepRun::check_rows() {
         const int32_t row = in_.logits_rows[i];
         if (row < 0 || row >= rows_ || (i && row <= in_.logits_rows[i - 1]))
             refuse("logits_rows must be rows of the batch, ascending");
-        logits_index_[static_cast<size_t>(row)] = in_.draw ? 0 : static_cast<int32_t>(i);
+        logits_index_[static_cast<size_t>(row)] = in_.draw ? in_.segment_of_row[row] : static_cast<int32_t>(i);
     }
-    if (in_.draw && (segments_ != 1 || static_cast<int64_t>(in_.logits_rows.size()) != rows_))
-        refuse("tokens are drawn for one segment, from the logits of each of its rows");
+    if (!in_.draw)
+        return;
+    result_.drawn.resize(static_cast<size_t>(segments_));
+    bool alike = static_cast<int64_t>(in_.draw->segments.size()) == segments_ && static_cast<int64_t>(in_.logits_rows.size()) == rows_;
+    for (size_t s = 0; s < segment_begin_.size(); ++s)
+        alike = alike && segment_begin_[s] * segments_ == rows_ * static_cast<int64_t>(s);
+    if (!alike)
+        refuse("tokens are drawn for segments of as many rows each, from the logits of every row");
 }
 
 void StepRun::check_cells() {
@@ -196,11 +209,14 @@ void StepRun::check_cells() {
         if (in_.cell_ranges[c] > in_.cell_ranges[c + 1])
             refuse("cell_ranges must ascend");
         const bool head = writes_logits(model_.stages[static_cast<size_t>(in_.cell_stage[c])]);
-        int64_t count = 0, last = 0;
+        int64_t count = 0, last = 0, at = 0;
+        bool apart = true;
         for (int32_t r = in_.cell_ranges[c]; r < in_.cell_ranges[c + 1]; ++r) {
             const int32_t begin = in_.ranges[2 * r], end = in_.ranges[2 * r + 1];
             if (begin < last || end < begin || end > rows_)
                 refuse("row ranges of a cell must ascend and lie in the batch");
+            for (int32_t row = begin; in_.draw && row < end; ++row, ++at)
+                apart = apart && at < segments_ && row == segment_begin_[static_cast<size_t>(at)] + drawn;
             count += end - begin;
             last = end;
             if (head)
@@ -208,8 +224,8 @@ void StepRun::check_cells() {
                     if (logits_index_[static_cast<size_t>(row)] < 0)
                         refuse("the head runs for a row whose logits are not wanted");
         }
-        if (in_.draw && (count != 1 || last - 1 != drawn))
-            refuse("where tokens are drawn every row has cells of its own, up to the head, before the next one");
+        if (in_.draw && (!apart || at != segments_))
+            refuse("where tokens are drawn one row of every segment goes up to the head before the next ones");
         drawn += static_cast<size_t>(in_.cell_stage[c]) + 1 == model_.stages.size();
         capacity_ = std::max(capacity_, count);
     }

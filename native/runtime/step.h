@@ -23,13 +23,16 @@ struct Counters { // batch.Counters says what each one counts; head_... are all 
             expert_bytes_touched = 0, weight_bytes_loaded = 0;
 };
 
-// Tokens that a step draws itself: what row r's logits give is the token of row r + 1. The rows are those of one segment, each in cells of its own
-// that end before those of the next begin, and all of them leave their logits in the one row that there is. Drawing ends with a row that
-// cannot be drawn from, and with one of `ends`: what was drawn last then stands in no row.
+// Tokens that a step draws itself: what a row's logits give is the token of the segment's next row. Segments have as many rows each; the first rows of
+// all of them pass through all stages together, then the second ones, and so on, and rows of a segment leave their logits in the same place.
+// Drawing ends for all when a row cannot be drawn from, or one of its segment's `ends` was drawn: what was drawn last stands in no row.
 struct Draw {
-    SampleOptions options; // of whatever position
-    std::span<const int32_t> ends;
-    std::span<int32_t> tokens; // of the step's rows; all but the first are written
+    struct Segment {
+        SampleOptions options; // of whatever position
+        std::span<const int32_t> ends;
+    };
+    std::vector<Segment> segments;
+    std::span<int32_t> tokens; // of the step's rows; all but those of first rows are written
 };
 
 struct StepInput {
@@ -40,15 +43,15 @@ struct StepInput {
     std::vector<std::vector<std::span<const int32_t>>> states;
     std::span<const int32_t> cell_stage, cell_ranges, ranges; // ranges: pairs of row begin, end
     std::span<const int32_t> logits_rows;
-    float* logits = nullptr; // [logits_rows][outputs], with draw [1][outputs]
+    float* logits = nullptr; // [logits_rows][outputs], with draw [segments][outputs]
     bool profile = false;    // time every op
     std::optional<Draw> draw;
 };
 
 struct StepResult {
     int64_t cells_done = 0;
-    std::vector<int32_t> poisoned; // per segment
-    std::vector<int32_t> drawn;    // tokens, those after the first rows
+    std::vector<int32_t> poisoned;           // per segment
+    std::vector<std::vector<int32_t>> drawn; // with draw, per segment: the tokens after its rows
     Counters counters;
     std::vector<double> op_seconds; // with profile: per op of every stage, stages in order, summed over cells
 };

@@ -64,7 +64,7 @@ private:
     int64_t cell_size() const { return static_cast<int64_t>(cell_rows_.size()); }
     uint8_t* worker_scratch(int worker) const { return scratch_ + scratch_bytes_ * static_cast<size_t>(worker); }
     void run_cells();
-    bool draw(int32_t row);
+    bool draw();
     void run_stage(size_t index);
     void run_op(const Stage& stage, const Op& op, bool tail);
 

@@ -210,15 +210,16 @@ class Runtime:
         cell_ranges: I32,  # [cells + 1], CSR into ranges
         ranges: I32,  # [n, 2] row begin, end
         logits_rows: I32,  # rows whose logits are written, ascending
-        logits: F32,  # [len(logits_rows), outputs]; with draw [1, outputs], which holds those of the last row that was computed
+        logits: F32,  # [len(logits_rows), outputs]; with draw [segments, outputs], those of the last rows that were computed
         control: Control,
         counters: Counters,  # what the step did is added to them
         op_seconds: NDArray[np.float64] | None = None,  # so are its seconds to these: one per op of every stage, stages in order
-        draw: tuple[float, int, float, float, int, int, I32] | None = None,
-    ) -> tuple[int, tuple[bool, ...], tuple[int, ...]]: ...
-    # Cells done, fewer than there are when it was cancelled or drawing ended; segments of which a row became non-finite; drawn tokens.
-    # `draw`: temperature, top_k, top_p, min_p, seed and choice of `sample`, and tokens after which nothing follows. Of the one segment,
-    # whose rows have cells of their own in order, the first token is read, every other one drawn from the logits of the row before it.
+        draw: Sequence[tuple[float, int, float, float, int, int, I32]] = (),
+    ) -> tuple[int, tuple[bool, ...], tuple[list[int], ...]]: ...
+    # Cells done, fewer than there are when it was cancelled or drawing ended; segments of which a row became non-finite; tokens drawn.
+    # `draw`: of every segment temperature, top_k, top_p, min_p, seed and choice of `sample`, and tokens after which nothing follows for
+    # any. Of a segment the first token is read, every other one drawn from the logits of the row before it. Segments have as many rows
+    # each, and the first ones of all go through all stages before the second ones.
 
 def sample(
     logits: F32,  # [vocab]

@@ -121,7 +121,8 @@ class Counters(Sums):
 @dataclass(frozen=True, slots=True)
 class Logits:
     """Result of one step. `values[i]` are the f32 logits of batch row `rows[i]`; a cancelled step has those whose head was done. They are
-    overwritten by the next step of the same runner. Where the step drew tokens they are `drawn`, and `values` has but the last row.
+    overwritten by the next step of the same runner. Where the step drew tokens they are `drawn`, by segment, and `values` has but the last
+    row of each.
 
     `finished[i]` counts the leading rows of segment i whose state is complete in every mixer (with recurrent layers all rows or none);
     `poisoned[i]` says that a row of segment i became non-finite (NUMERICS 7): nothing of that segment may be published or cached.
@@ -131,4 +132,4 @@ class Logits:
     values: NDArray[np.float32]
     finished: tuple[int, ...]
     poisoned: tuple[bool, ...]
-    drawn: tuple[int, ...] = ()
+    drawn: tuple[list[int], ...] = ()

@@ -242,6 +242,15 @@ def compile_cells(grid: Grid, cells: Iterable[Cell]) -> CompiledSchedule:
 
 
 @lru_cache(maxsize=64)
+def compile_burst(stages: tuple[StageKind, ...], shape: Shape) -> CompiledSchedule:
+    """The order in which tokens can be drawn within a step: the first row of every segment through all stages, then the second ones."""
+    grid = Grid.of(stages, shape)
+    rows = range(min(end - begin for begin, end in grid.spans))
+    parts = [tuple((begin + row, begin + row + 1) for begin, _ in grid.spans) for row in rows]
+    return compile_cells(grid, [Cell(stage, part) for part in parts for stage in range(len(stages))])
+
+
+@lru_cache(maxsize=64)
 def compile_order(stages: tuple[StageKind, ...], shape: Shape, order: Order) -> CompiledSchedule:
     """`compile_cells` of a named order; decode steps repeat one shape for ever, so their cells are made and checked once."""
     grid = Grid.of(stages, shape)

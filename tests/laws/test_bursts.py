@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,13 +14,15 @@ from tests.unit.engine.test_llm import overflowing
 
 import quaff
 import quaff.engine.engine as engine_module
+import quaff.engine.runner as runner_module
 from quaff import LLM, SamplingParams, _native
-from quaff.batch import Batch, Counters, Logits
+from quaff.batch import Batch, Counters, Logits, Shape
 from quaff.engine.engine import Engine, Request
 from quaff.engine.pace import BURST_TOKENS, Policy
 from quaff.engine.runner import Draw, Runner
-from quaff.errors import NonFiniteError
-from quaff.schedule import Order
+from quaff.errors import NonFiniteError, ScheduleError
+from quaff.graph.program import StageKind
+from quaff.schedule import CompiledSchedule, Order, compile_order
 
 ONE_BY_ONE = Policy(burst_ms=0)
 BURSTS = Policy(burst_ms=1000)  # as many tokens as a burst may have, however slow the machine is
@@ -127,8 +129,8 @@ def test_a_cancel_inside_a_burst_keeps_what_is_finished(llm: LLM, monkeypatch: p
     whole, _, _ = answer(llm, prompt(llm.config.vocab, 60), ONE_BY_ONE, SAMPLING[1])
     runner, run, seen = llm.engine.runner, llm.engine.runner.run, []
 
-    def watched(batch: Batch, order: Order, on_work: object, draw: Draw | None) -> Logits:
-        if draw is None:
+    def watched(batch: Batch, order: Order, on_work: object, draw: Sequence[Draw]) -> Logits:
+        if not draw:
             return run(batch, order)
         target = 1 + 7 * len(seen)
 
@@ -166,23 +168,44 @@ def test_those_whose_logits_are_looked_at_get_one_token_at_a_time(llm: LLM) -> N
     assert rows == list(range(59, 71))
 
 
-def test_company_ends_bursts(llm: LLM) -> None:
-    """Someone who comes must not wait for more than the burst that runs."""
-    tokens = prompt(llm.config.vocab, 60)
-    alone = [answer(llm, tokens[i:], ONE_BY_ONE, SAMPLING[1])[0] for i in range(2)]
+def test_those_who_decode_together_have_bursts_together(llm: LLM) -> None:
+    """Each with its own way of drawing and its own end. Someone who comes waits for no more than the burst that runs."""
+    prompts = [prompt(llm.config.vocab, 60 - 7 * i, seed=i) for i in range(4)]
+    alone = [answer(llm, tokens, ONE_BY_ONE, params)[0] for tokens, params in zip(prompts, SAMPLING, strict=True)]
     llm.engine.set_policy(BURSTS)
-    first = llm.engine.submit(tokens, params=SAMPLING[1], keep=True)
-    for _ in range(3):
+    requests = [llm.engine.submit(t, params=p, keep=True) for t, p in zip(prompts[:3], SAMPLING[:3], strict=True)]
+    for _ in range(4):
         llm.engine.step()
-    assert 3 < first.generated < 40
-    second = llm.engine.submit(tokens[1:], params=SAMPLING[1], keep=True)
-    before = first.generated
-    while not first.done:
+    assert [r.generated > 4 for r in requests] == [True, True, False] and not requests[0].done
+    requests.append(llm.engine.submit(prompts[3], params=SAMPLING[3], keep=True))
+    while not requests[3].generated:
+        before = requests[0].generated
         llm.engine.step()
-        assert first.generated <= before + 1
-        before = first.generated
-    llm.engine.run([second])
-    for request, bits in zip((first, second), alone, strict=True):
+        assert requests[0].generated == before + 1
+    steps = llm.engine.steps
+    llm.engine.run(requests)
+    assert llm.engine.steps - steps <= 30 // BURST_TOKENS + 2 * len(requests)
+    for request, bits in zip(requests, alone, strict=True):
+        assert (tuple(request.tokens), request.computed, llm.engine.cache.kv_sha256(request.sequence)) == (bits[0], bits[1], bits[-1])
+        llm.engine.release(request.sequence)
+
+
+def test_one_that_ends_lets_the_others_go_on(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    prompts, params = [prompt(llm.config.vocab, 60, seed=i) for i in range(2)], SAMPLING[1]
+    alone = [answer(llm, tokens, ONE_BY_ONE, params)[0] for tokens in prompts]
+    made = alone[0][0][60:]  # type: ignore[index]
+    at = next(i for i in range(4, 40) if made.index(made[i]) == i)
+    monkeypatch.setattr(llm.engine, "end_ids", frozenset({made[at]}))
+    monkeypatch.setattr(llm.engine, "_ends", np.array([made[at]], dtype=np.int32))
+    alone[0], cost, _ = answer(llm, prompts[0], ONE_BY_ONE, replace(params, ignore_eos=False))
+    _, other, _ = answer(llm, prompts[1], ONE_BY_ONE, params)
+    before = llm.counters
+    llm.engine.set_policy(BURSTS)
+    requests = [llm.engine.submit(tokens, params=replace(params, ignore_eos=i > 0), keep=True) for i, tokens in enumerate(prompts)]
+    llm.engine.run(requests)
+    assert [r.finish_reason for r in requests] == ["stop", "length"] and requests[0].generated == at + 1
+    assert (llm.counters - before).macs == cost.macs + other.macs, "no row follows the end"
+    for request, bits in zip(requests, alone, strict=True):
         assert (tuple(request.tokens), llm.engine.cache.kv_sha256(request.sequence)) == (bits[0], bits[-1])
         llm.engine.release(request.sequence)
 
@@ -217,7 +240,7 @@ def test_a_row_that_overflows_inside_a_burst_fails_as_it_does_alone(tmp_path: Pa
 
 
 def test_a_burst_needs_no_memory_that_is_not_there(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Runner, "has_scratch", lambda self, rows: rows < 2)
+    monkeypatch.setattr(Runner, "has_scratch", lambda self, rows, cell_rows: False)
     _, _, steps = answer(llm, prompt(llm.config.vocab, 60), BURSTS, SAMPLING[0])
     assert steps == 41
     monkeypatch.undo()
@@ -233,43 +256,50 @@ def test_a_burst_needs_no_memory_that_is_not_there(llm: LLM, monkeypatch: pytest
     assert not [what for what in taken if "scratch" in what or "logits" in what]
 
 
-def test_the_native_step_refuses_rows_it_cannot_draw_for(llm: LLM) -> None:
+def test_the_native_step_refuses_rows_it_cannot_draw_for(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """Memory safety must not depend on the order of cells: a row that is computed before its token is drawn would be another one."""
     runner, cache = llm.engine.runner, llm.engine.cache
-    draw = Draw((0.0, 0, 1.0, 0.0, 0, 0), np.array([1 << 30, -5], dtype=np.int32))
-    tokens, sequence = np.zeros(3, dtype=np.int32), cache.create()
+    good = Draw((0.0, 0, 1.0, 0.0, 0, 0), np.array([1 << 30, -5], dtype=np.int32))
+    sequences = [cache.create() for _ in range(2)]
 
-    def run(order: Order, wanted: range, parts: int = 1) -> Logits:
-        segments = [cache.segment(sequence, tokens, wanted) for _ in range(parts)]
-        return runner.run(Batch(tuple(segments)), order, None, draw)
+    def run(lengths: list[int], draws: list[Draw], least: int = 0) -> Logits:
+        segments = [cache.segment(s, np.zeros(n, np.int32), range(least, n)) for s, n in zip(sequences, lengths, strict=False)]
+        return runner.run(Batch(tuple(segments)), Order("token"), None, draws)
+
+    order = Order("token")
+
+    def others(stages: tuple[StageKind, ...], shape: Shape) -> CompiledSchedule:
+        return compile_order(stages, shape, order)
 
     try:
-        assert len(run(Order("token"), range(3)).drawn) == 3
-        for order, wanted, parts, what in (
-            (Order("chunk", 2), range(3), 1, "every row has cells of its own"),
-            (Order("layer", 1), range(3), 1, "before the next one"),
-            (Order("token"), range(1, 3), 1, "each of its rows"),
-            (Order("token"), range(3), 2, "one segment"),
-        ):
-            with pytest.raises(ValueError, match=what):
-                run(order, wanted, parts)
-        draw = Draw((-1.0, 0, 1.0, 0.0, 0, 0), draw.ends)  # nothing can be drawn: the first row is the last one
-        logits = run(Order("token"), range(3))
-        assert (logits.drawn, logits.finished, logits.rows.tolist()) == ((), (1,), [0])
+        assert [len(tokens) for tokens in run([3, 3], [good, good]).drawn] == [3, 3]
+        for lengths, draws, least in (([3], [good], 1), ([3, 3], [good], 0), ([3], [good, good], 0), ([2, 3], [good, good], 0)):
+            with pytest.raises((ValueError, ScheduleError), match="as many rows each|never computed|not wanted"):
+                run(lengths, draws, least)
+        bad = Draw((-1.0, 0, 1.0, 0.0, 0, 0), good.ends)  # nothing can be drawn: the first rows are the last ones
+        logits = run([3, 3], [good, bad])
+        assert ([len(t) for t in logits.drawn], logits.finished, logits.rows.tolist()) == ([1, 0], (1, 1), [0, 3])
         with pytest.raises(ValueError, match="out of range"):
-            _native.sample(logits.values[0], -1.0, 0, 1.0, 0.0, 1.0, np.empty(0, np.int32), 0, 1, 0)
+            _native.sample(logits.values[1], -1.0, 0, 1.0, 0.0, 1.0, np.empty(0, np.int32), 0, 1, 0)
+        monkeypatch.setattr(runner_module, "compile_burst", others)
+        with pytest.raises(ValueError, match="as many rows each"):
+            run([2, 3], [good, good])
+        for order in (Order("chunk", 2), Order("layer", 1), Order("token")):  # noqa: B007
+            with pytest.raises(ValueError, match="one row of every segment"):
+                run([3, 3], [good, good])
     finally:
-        cache.free(sequence)
+        for sequence in sequences:
+            cache.free(sequence)
 
 
 def test_bursts_are_as_long_as_their_time(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     drawn: list[int] = []
     commit = llm.engine._commit
 
-    def slow(work: object, logits: Logits, burst: bool) -> None:
-        drawn.append(len(logits.drawn))
+    def slow(work: object, logits: Logits) -> None:
+        drawn.append(max(map(len, logits.drawn), default=0))
         llm.engine._row_seconds = 0.004
-        commit(work, logits, burst)  # type: ignore[arg-type]
+        commit(work, logits)  # type: ignore[arg-type]
 
     monkeypatch.setattr(llm.engine, "_commit", slow)
     llm.engine.set_policy(Policy(burst_ms=13))

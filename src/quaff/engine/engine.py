@@ -49,7 +49,6 @@ MOST_BOUNDARIES = 4
 STEP_DRAFTS = 32
 """Guessed rows of one step, shared out among those that decode in it: they must not cost the others more than a short prompt would."""
 
-BURST_ORDER = Order("token")
 AHEAD_TOKENS = 512
 """Memory is counted for so many tokens that are not generated yet: clients allow far more than they use, and others could use it."""
 
@@ -204,7 +203,7 @@ class Engine:
         self.drafted_tokens = 0
         self.accepted_tokens = 0
         self._ends, self._no_ends = np.array(sorted(end_ids), dtype=np.int32), np.empty(0, dtype=np.int32)
-        self._row_seconds = math.inf  # of one that decodes alone, in its last step
+        self._row_seconds = math.inf  # of a row of all that decode, in the last step that did nothing else
         self.preemptions = 0
         self.lock: threading.RLock = beside.lock if beside is not None else threading.RLock()
         self._peers: list[Engine] = []
@@ -441,7 +440,7 @@ class Engine:
             self._admit()
         if self._drafts:
             self._guess()
-        draw = self._burst()
+        burst = self._burst()
         pace = self._pace
         awaited = bool(self._peers) and any(peer._scheduler.decoding() for peer in self._peers)
         planned = self._scheduler.plan(pace.work if pace is not None else None, awaited)
@@ -462,21 +461,22 @@ class Engine:
         work, requests, batch = self._batch(planned)
         if not work:
             return
+        draw = [self._draw(request) for request in requests] if burst else []
         self._running = requests
         self._stop_unwanted()
         self._planned = work
         began = time.perf_counter()
         try:
             streamed = self.runner.stream_counters() if self.runner.streamed else None
-            order = self.order if draw is None else BURST_ORDER
-            logits = self.runner.run(batch, order, guarded if on_work is not None else None, draw)
+            logits = self.runner.run(batch, self.order, guarded if on_work is not None else None, draw)
             self._running = ()
             self.steps += 1
             if streamed is not None:
                 self._count_stream(work, streamed)
-            if len(work) == 1 and (draw is not None or work[0].rows == 1):
-                self._row_seconds = math.inf if logits.poisoned[0] else (time.perf_counter() - began) / max(1, logits.finished[0])
-            self._commit(work, logits, draw is not None)
+            if burst or all(w.rows == 1 for w in work):
+                rows = max(1, logits.finished[0])
+                self._row_seconds = math.inf if any(logits.poisoned) else (time.perf_counter() - began) / rows
+            self._commit(work, logits)
             if pace is not None and not self.runner.control.cancelled:
                 pace.measured(self._scheduler.prompt_work, time.perf_counter() - began, self._scheduler.mixed)
         except MemoryBudgetError as error:
@@ -531,25 +531,33 @@ class Engine:
             request.draft = request.lookup.draft(request.tokens, limit) if limit > 0 else []
             self._scheduler.draft(request.id, len(request.draft))
 
-    def _burst(self) -> Draw | None:
-        """One that decodes alone may compute as many rows as take `burst_ms`, where nothing but the draw looks at their logits."""
-        request = next(iter(self._requests.values()), None)
-        if len(self._requests) != 1 or request is None or request.params is None or not self._bursts:
-            return None
-        pending, options = len(request.tokens) - request.computed, request.params.draw
-        if pending != 1 or not request.computed or not request.admitted or request.draft or request.logits_from > request.computed:
-            return None
-        if options is None or request.on_logits is not None or request.constraint is not None:
-            return None
-        # No row beyond what a run of single rows would compute: there is no memory for it.
-        most = min(request.params.max_tokens - request.generated, request.reserved - request.computed, BURST_TOKENS)
+    def _burst(self) -> bool:
+        """Where all decode they may compute as many rows each as take `burst_ms`, if nothing but the draw looks at their logits."""
+        requests = [r for r in self._requests.values() if r.admitted]
+        if not self._bursts or not requests:
+            return False
         room = min(self._scheduler.mixed_rows, self._scheduler.logits_rows)
-        rows = min(most, room, int(self.policy.burst_ms / 1000 / self._row_seconds))
-        if rows < 2 or not self.runner.has_scratch(rows):
-            return None
-        request.draft = [0] * (rows - 1)
-        self._scheduler.draft(request.id, rows - 1)
-        return Draw(options, self._no_ends if request.params.ignore_eos else self._ends)
+        rows = min(BURST_TOKENS, room // len(requests), int(self.policy.burst_ms / 1000 / self._row_seconds))
+        for request in requests if rows > 1 else ():
+            params = request.params
+            if params is None or params.draw is None or request.on_logits is not None or request.constraint is not None:
+                return False
+            pending = len(request.tokens) - request.computed
+            if pending != 1 or not request.computed or request.draft or request.logits_from > request.computed:
+                return False
+            # No row beyond what a run of single rows would compute: there is no memory for it.
+            rows = min(rows, params.max_tokens - request.generated, request.reserved - request.computed)
+        if rows < 2 or not self.runner.has_scratch(rows * len(requests), len(requests)):
+            return False
+        for request in requests:
+            request.draft = [0] * (rows - 1)
+            self._scheduler.draft(request.id, rows - 1)
+        return True
+
+    def _draw(self, request: Request) -> Draw:
+        params = request.params
+        assert params is not None and params.draw is not None
+        return Draw(params.draw, self._no_ends if params.ignore_eos else self._ends)
 
     def _count_stream(self, work: Sequence[Work], before: StreamCounters) -> None:
         after = self.runner.stream_counters()
@@ -766,11 +774,12 @@ class Engine:
             return error
         return MemoryBudgetError("the system has no memory left for KV pages; shorten the prompt or the context")
 
-    def _commit(self, work: Sequence[Work], logits: Logits, drawn: bool) -> None:
-        index = dict(zip(logits.rows.tolist(), itertools.repeat(0) if drawn else itertools.count(), strict=False))
+    def _commit(self, work: Sequence[Work], logits: Logits) -> None:
+        index = dict(zip(logits.rows.tolist(), itertools.count(), strict=False))
         now = time.perf_counter()
         end = 0
-        for w, finished, poisoned in zip(work, logits.finished, logits.poisoned, strict=True):
+        drawn = logits.drawn or itertools.repeat(None)
+        for s, (w, finished, poisoned, tokens) in enumerate(zip(work, logits.finished, logits.poisoned, drawn, strict=False)):
             begin, end = end, end + w.rows
             request = self._requests[w.request]
             guessed = max(0, w.start + w.rows - len(request.tokens))
@@ -788,11 +797,12 @@ class Engine:
                 rows = 0  # perhaps a guess did it; without guesses it is the request itself
             reason: FinishReason | None = None
             try:
-                if logits.drawn:
-                    request.draft = list(logits.drawn)  # the rows are those of one request
+                if tokens is not None:
+                    request.draft = tokens
                 for r in range(w.logits, rows):
-                    token = logits.drawn[r] if r < len(logits.drawn) else None
-                    reason = self._use(request, w.start + r, logits.values[index[begin + r]], token)
+                    token = tokens[r] if tokens is not None and r < len(tokens) else None
+                    row = logits.values[index[begin + r] if tokens is None else s]
+                    reason = self._use(request, w.start + r, row, token)
                     if reason is not None or (r < guessed and request.tokens[-1] != request.draft[r]):
                         rows = r + 1
                         break
@@ -803,7 +813,7 @@ class Engine:
             self._scheduler.finish(request.id, rows)
             request.computed = w.start + rows
             if guessed:
-                if not drawn:
+                if tokens is None:
                     self._count_guess(request, guessed, rows, poisoned)
                 request.draft = []
                 self._scheduler.draft(request.id, 0)

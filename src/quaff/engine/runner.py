@@ -14,7 +14,7 @@ from quaff import _native
 from quaff.batch import Batch, Counters, Logits
 from quaff.errors import CheckpointError, ConfigError, MemoryBudgetError
 from quaff.graph.program import Graph, Op, StageSpec
-from quaff.schedule import Cell, CompiledSchedule, Grid, Order, StageCost, compile_cells, compile_order, predict, stage_costs
+from quaff.schedule import Cell, CompiledSchedule, Grid, Order, StageCost, compile_burst, compile_cells, compile_order, predict, stage_costs
 from quaff.weights.budget import Accountant
 from quaff.weights.plan import StreamCounters
 from quaff.weights.resident import ResidentWeights
@@ -29,7 +29,7 @@ POLL_SECONDS = 0.05
 
 @dataclass(frozen=True, slots=True)
 class Draw:
-    """How a step draws the tokens of the rows after its first one: `SamplingParams.draw`, and tokens after which it ends (int32)."""
+    """How a step draws the tokens of a segment's rows after the first: `SamplingParams.draw`, and tokens after which it ends (int32)."""
 
     options: tuple[float, int, float, float, int, int]
     ends: NDArray[np.int32]
@@ -135,30 +135,35 @@ class Runner:
         grid = Grid(self._kinds, ((0, rows),), tuple(range(rows - logits, rows)))
         return predict(self.costs, grid.spans, (start,), Order("chunk", rows).cells(grid)).work
 
-    def has_scratch(self, rows: int) -> bool:
-        """Whether a token-major step of so many rows needs no more scratch memory than there is."""
-        return self.graph.scratch_bytes(rows, 1) <= self._scratch_rows_bytes
+    def has_scratch(self, rows: int, cell_rows: int) -> bool:
+        """Whether a step of so many rows needs no more scratch memory than there is."""
+        return self.graph.scratch_bytes(rows, cell_rows) <= self._scratch_rows_bytes
 
     def run(
         self,
         batch: Batch,
         order: Order | Iterable[Cell],
         on_work: Callable[[int], None] | None = None,
-        draw: Draw | None = None,
+        draw: Sequence[Draw] = (),
     ) -> Logits:
         """Run a batch in an order, checked first (ScheduleError).
 
-        With `draw` only the first token of the batch's one segment is read, the others are drawn; its order is token-major, all its rows
-        have logits, and memory for one row of them is enough.
+        With `draw`, one for each segment, only their first tokens are read, the others are drawn, and the order is that of `compile_burst`.
+        Segments have as many rows each, all with logits, and memory for one row of logits a segment is enough.
 
         `on_work` gets the multiply-accumulates done in this step, several times a second while it runs. A cancelled step returns the
         rows that are finished. Raises MemoryBudgetError before scratch memory is taken, CheckpointError when weights cannot be read.
         """
-        schedule = compile_order(self._kinds, batch.shape, order) if isinstance(order, Order) else compile_cells(self.grid(batch), order)
+        if draw:
+            schedule = compile_burst(self._kinds, batch.shape)
+        else:
+            schedule = (
+                compile_order(self._kinds, batch.shape, order) if isinstance(order, Order) else compile_cells(self.grid(batch), order)
+            )
         if schedule is not self._scratch_for:
             self._take_scratch(schedule.rows, schedule.largest)
             self._scratch_for = schedule
-        rows = len(schedule.logits_rows) if draw is None else 1
+        rows = len(draw) or len(schedule.logits_rows)
         more = rows * self._row_bytes if rows > len(self._values) else 0
         if more:
             self._accountant.take(more, f"logits of {rows} rows")
@@ -176,7 +181,7 @@ class Runner:
         if done == len(schedule.stage):
             return Logits(schedule.logits_rows, values, schedule.lengths, poisoned, drawn)
         keep, finished = self._finished(schedule, done)
-        return Logits(schedule.logits_rows[keep], values[keep] if draw is None else values, finished, poisoned, drawn)
+        return Logits(schedule.logits_rows[keep], values if draw else values[keep], finished, poisoned, drawn)
 
     def reserve(self, rows: int, order: Order, logits_rows: int) -> None:
         """Count what steps of at most `rows` rows, `logits_rows` of them with logits, need; MemoryBudgetError leaves the count as it was.
@@ -222,8 +227,8 @@ class Runner:
         schedule: CompiledSchedule,
         values: NDArray[np.float32],
         on_work: Callable[[int], None] | None,
-        draw: Draw | None,
-    ) -> tuple[int, tuple[bool, ...], tuple[int, ...]]:
+        draw: Sequence[Draw],
+    ) -> tuple[int, tuple[bool, ...], tuple[list[int], ...]]:
         arguments = (
             self._model,
             self.pools,
@@ -237,7 +242,7 @@ class Runner:
             self.control,
             self._spent,
             self._op_seconds,
-            (*draw.options, draw.ends) if draw is not None else None,
+            [(*d.options, d.ends) for d in draw],
         )
         if schedule.rows * self._macs_per_row < LONG_STEP_MACS and not self.streamed:
             return self._runtime.step(*arguments)

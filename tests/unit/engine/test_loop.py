@@ -2,7 +2,7 @@
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from queue import SimpleQueue
 
@@ -325,7 +325,7 @@ def test_a_long_step_tells_how_far_it_is(llm: LLM, loop: EngineLoop, monkeypatch
     llm.configure(schedule="layer")
     run, work, ids = llm.engine.runner.run, llm.engine.runner.work(0, 1000, 1), prompt(300, 1000)
 
-    def watched(batch: Batch, order: Order, on_work: Callable[[int], None], draw: Draw | None) -> Logits:
+    def watched(batch: Batch, order: Order, on_work: Callable[[int], None], draw: Sequence[Draw]) -> Logits:
         for tenth in (1, 5, 10, 12):
             on_work(tenth * work // 10)
         return run(batch, order, on_work, draw)

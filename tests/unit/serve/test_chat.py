@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import openai
@@ -163,7 +163,7 @@ def test_progress_grows_while_one_long_step_reads_the_prompt(live: Live, monkeyp
     run, total = runner.run, len(live.llm.encode_chat(messages))
     assert 40 < total < live.llm.chunk
 
-    def watched(batch: Batch, order: Order, on_work: Callable[[int], None], draw: Draw | None) -> Logits:
+    def watched(batch: Batch, order: Order, on_work: Callable[[int], None], draw: Sequence[Draw]) -> Logits:
         work = runner.work(0, sum(s.rows for s in batch.segments), 1)
         for quarter in (1, 2, 5):
             on_work(quarter * work // 4)
