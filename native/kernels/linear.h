@@ -425,10 +425,15 @@ template <class D, Source source, Codes codes, int G, bool has_min, bool several
     constexpr int R = several ? D::kPanels : 1;
     const int64_t tile_floats = R * scale_floats(*a.w), panel_floats = strides<D, source, G>(x.groups).panel;
     static_assert(R <= kMaxPanels && T <= kMaxTokens);
-    for (; count >= R; count -= R, panel += R, p.data += R * p.panel_stride, p.scales += tile_floats)
+    const auto next = [&](int64_t panels, int64_t floats) {
+        count -= panels, panel += panels, p.data += panels * p.panel_stride;
+        if constexpr (is_prepared(source))
+            p.scales += floats;
+    };
+    for (; count >= R; next(R, tile_floats))
         int_tile<D, source, codes, G, has_min, several, R, T>(a, p, x, panel, token);
     if constexpr (R > 1)
-        for (; count; count--, panel++, p.data += p.panel_stride, p.scales += panel_floats)
+        for (; count; next(1, panel_floats))
             int_tile<D, source, codes, G, has_min, several, 1, T>(a, p, x, panel, token);
 }
 

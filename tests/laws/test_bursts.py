@@ -20,7 +20,7 @@ from quaff.batch import Batch, Counters, Logits, Shape
 from quaff.engine.engine import Engine, Request
 from quaff.engine.pace import BURST_TOKENS, Policy
 from quaff.engine.runner import Draw, Runner
-from quaff.errors import NonFiniteError, ScheduleError
+from quaff.errors import MemoryBudgetError, NonFiniteError, ScheduleError
 from quaff.graph.program import StageKind
 from quaff.schedule import CompiledSchedule, Order, compile_order
 
@@ -239,21 +239,66 @@ def test_a_row_that_overflows_inside_a_burst_fails_as_it_does_alone(tmp_path: Pa
         assert llm.engine.cache.sequences == 0
 
 
-def test_a_burst_needs_no_memory_that_is_not_there(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Runner, "has_scratch", lambda self, rows, cell_rows: False)
-    _, _, steps = answer(llm, prompt(llm.config.vocab, 60), BURSTS, SAMPLING[0])
-    assert steps == 41
-    monkeypatch.undo()
-    taken: list[str] = []
-    take = llm.engine.runner._accountant.take
-    fill(llm, prompt(llm.config.vocab, 60))
-    monkeypatch.setattr(llm.engine.runner._accountant, "take", lambda n, what: (taken.append(what), take(n, what))[1])
+def test_a_burst_needs_no_memory_that_is_not_there(path: Path) -> None:
+    """Neither counted nor found: rows of bursts are many, and their cells small."""
+
+    def memory(policy: Policy) -> tuple[tuple[int, ...], int]:
+        with quaff.load(path, threads=2, chunk=64) as llm:
+            engine, accountant = llm.engine, llm.engine.runner._accountant
+            engine.set_policy(policy)
+            prompts = [prompt(llm.config.vocab, 6, seed=i) for i in range(8)]
+            engine.run([engine.submit(tokens, params=SAMPLING[0]) for tokens in prompts])
+            return (engine.runner.scratch_bytes, accountant.found_bytes, accountant.peak_bytes), engine.steps
+
+    (alone, many), (together, few) = memory(ONE_BY_ONE), memory(BURSTS)
+    assert together == alone and few < many
+
+
+def test_no_burst_where_a_cell_would_need_more_scratch(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Runner, "rows_with_scratch", lambda self, cell_rows: 0)
+    assert answer(llm, prompt(llm.config.vocab, 60), BURSTS, SAMPLING[0])[2] == 41
+
+
+@pytest.mark.parametrize("error", [MemoryBudgetError("none left"), SystemExit()], ids=["memory", "exit"])
+def test_a_step_that_raises_takes_no_burst_along(llm: LLM, error: BaseException, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was to be drawn is forgotten with it: the others go on, and nothing is taken for a guess."""
+    prompts = [prompt(llm.config.vocab, 60, seed=i) for i in range(3)]
+    alone = [answer(llm, tokens, ONE_BY_ONE, SAMPLING[1])[0][0] for tokens in prompts]
+    run, left = llm.engine.runner.run, 3
+
+    def failing(batch: Batch, order: Order, on_work: object, draw: Sequence[Draw]) -> Logits:
+        nonlocal left
+        left -= len(draw) > 0
+        if not left:
+            left = -1
+            raise error
+        return run(batch, order, None, draw)
+
+    monkeypatch.setattr(llm.engine.runner, "run", failing)
     llm.engine.set_policy(BURSTS)
-    request = llm.engine.submit(prompt(llm.config.vocab, 60), params=SAMPLING[0])
-    llm.engine.step()
-    taken.clear()
+    requests = [llm.engine.submit(tokens, params=SAMPLING[1]) for tokens in prompts]
+    try:
+        llm.engine.run(requests)
+    except SystemExit:
+        llm.engine.run(requests)
+    assert left < 0
+    failed = [r for r in requests if r.error is not None]
+    assert [r.error for r in failed] == ([error] if isinstance(error, MemoryBudgetError) else [])
+    assert all(r in failed or tuple(r.tokens) == tokens for r, tokens in zip(requests, alone, strict=True))
+
+
+def test_one_who_cancels_hears_no_more(llm: LLM) -> None:
+    heard: list[int] = []
+
+    def accept(token: int) -> None:
+        heard.append(token)
+        if len(heard) == 5:
+            llm.engine.cancel(request)
+
+    llm.engine.set_policy(BURSTS)
+    request = llm.engine.submit(prompt(llm.config.vocab, 60), params=SAMPLING[1], accept=accept)
     llm.engine.run([request])
-    assert not [what for what in taken if "scratch" in what or "logits" in what]
+    assert (request.finish_reason, len(heard), request.generated) == ("cancelled", 5, 5)
 
 
 def test_the_native_step_refuses_rows_it_cannot_draw_for(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -488,6 +488,8 @@ class Engine:
                     self._fail(request, error)
         finally:
             self._running = ()
+            for request in requests if burst else ():
+                self._undraft(request)  # the step may have raised before it was committed
         if raised:
             raise raised[0]
 
@@ -534,9 +536,10 @@ class Engine:
     def _burst(self) -> bool:
         """Where all decode they may compute as many rows each as take `burst_ms`, if nothing but the draw looks at their logits."""
         requests = [r for r in self._requests.values() if r.admitted]
-        if not self._bursts or not requests:
+        if not self._bursts or not requests or self.order.cell_rows(len(requests)) < len(requests):
             return False
-        room = min(self._scheduler.mixed_rows, self._scheduler.logits_rows)
+        # Rows beyond what runs of single rows compute, and more of them at once, would need memory that may not be there.
+        room = min(self._scheduler.mixed_rows, self._scheduler.logits_rows, self.runner.rows_with_scratch(len(requests)))
         rows = min(BURST_TOKENS, room // len(requests), int(self.policy.burst_ms / 1000 / self._row_seconds))
         for request in requests if rows > 1 else ():
             params = request.params
@@ -545,9 +548,8 @@ class Engine:
             pending = len(request.tokens) - request.computed
             if pending != 1 or not request.computed or request.draft or request.logits_from > request.computed:
                 return False
-            # No row beyond what a run of single rows would compute: there is no memory for it.
             rows = min(rows, params.max_tokens - request.generated, request.reserved - request.computed)
-        if rows < 2 or not self.runner.has_scratch(rows * len(requests), len(requests)):
+        if rows < 2:
             return False
         for request in requests:
             request.draft = [0] * (rows - 1)
@@ -778,8 +780,8 @@ class Engine:
         index = dict(zip(logits.rows.tolist(), itertools.count(), strict=False))
         now = time.perf_counter()
         end = 0
-        drawn = logits.drawn or itertools.repeat(None)
-        for s, (w, finished, poisoned, tokens) in enumerate(zip(work, logits.finished, logits.poisoned, drawn, strict=False)):
+        drawn = logits.drawn or [None] * len(work)
+        for s, (w, finished, poisoned, tokens) in enumerate(zip(work, logits.finished, logits.poisoned, drawn, strict=True)):
             begin, end = end, end + w.rows
             request = self._requests[w.request]
             guessed = max(0, w.start + w.rows - len(request.tokens))
@@ -803,7 +805,8 @@ class Engine:
                     token = tokens[r] if tokens is not None and r < len(tokens) else None
                     row = logits.values[index[begin + r] if tokens is None else s]
                     reason = self._use(request, w.start + r, row, token)
-                    if reason is not None or (r < guessed and request.tokens[-1] != request.draft[r]):
+                    cancelled = tokens is not None and request.cancelled
+                    if reason is not None or cancelled or (r < guessed and request.tokens[-1] != request.draft[r]):
                         rows = r + 1
                         break
             except Exception as error:
@@ -815,8 +818,7 @@ class Engine:
             if guessed:
                 if tokens is None:
                     self._count_guess(request, guessed, rows, poisoned)
-                request.draft = []
-                self._scheduler.draft(request.id, 0)
+                self._undraft(request)
             if request.computed >= request.prompt_tokens and not request.prefilled_at:
                 request.prefilled_at = now
                 if self.prefix is not None and reason is None and request.params is not None:
@@ -826,6 +828,12 @@ class Engine:
                 reason = "prefilled"
             if reason is not None:
                 self._finish(request, reason)
+
+    def _undraft(self, request: Request) -> None:
+        """The next step computes no more than is known of the request."""
+        if request.draft and not request.done:
+            request.draft = []
+            self._scheduler.draft(request.id, 0)
 
     def _count_guess(self, request: Request, guessed: int, rows: int, poisoned: bool) -> None:
         assert request.lookup is not None

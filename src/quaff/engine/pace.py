@@ -1,4 +1,5 @@
-"""How long a step may take that others wait for, and how much work that is on this machine now: measured, never assumed."""
+"""How long a step may take that others wait for, and how much work that is on this machine now: measured, never assumed. How long one may
+be for nobody to notice that its tokens come together."""
 
 from __future__ import annotations
 
@@ -23,7 +24,7 @@ class Policy:
     `max_stall_ms`: what a running stream may wait between two tokens because of someone's prompt; steps of prompts alone then end after
     one chunk, so that newcomers and cancels need not wait longer. None: steps are as long as is fastest. `draft_tokens`: the longest
     guess that is checked in one step, 0 for none. `max_running`: requests that take part in steps; the others wait. `burst_ms`:
-    while nobody's prompt is read those that decode get the tokens of so long a time together, 0: each as it comes.
+    while nobody's prompt is read those that decode get the tokens of so long a time together, at most BURST_TOKENS, 0: each as it comes.
     """
 
     max_stall_ms: float | None = None

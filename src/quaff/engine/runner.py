@@ -77,7 +77,7 @@ class Runner:
         self._model = bind_model(graph, weights)
         self._kinds = tuple(stage.kind for stage in graph.stages)
         self._macs_per_row = sum(stage.macs_per_row for stage in graph.stages)
-        self._scratch_rows_bytes = 0
+        self._scratch_rows_bytes = self._most_rows = self._most_cell_rows = 0
         self._values = self._logits_memory(0)
         self._op_seconds: NDArray[np.float64] | None = None
         self._spent = _native.Counters()
@@ -135,9 +135,9 @@ class Runner:
         grid = Grid(self._kinds, ((0, rows),), tuple(range(rows - logits, rows)))
         return predict(self.costs, grid.spans, (start,), Order("chunk", rows).cells(grid)).work
 
-    def has_scratch(self, rows: int, cell_rows: int) -> bool:
-        """Whether a step of so many rows needs no more scratch memory than there is."""
-        return self.graph.scratch_bytes(rows, cell_rows) <= self._scratch_rows_bytes
+    def rows_with_scratch(self, cell_rows: int) -> int:
+        """The most rows that a step with such cells may have for which no scratch memory was counted that others have not needed."""
+        return self._most_rows if cell_rows <= self._most_cell_rows else 0
 
     def run(
         self,
@@ -214,6 +214,7 @@ class Runner:
         if need > self._scratch_rows_bytes:
             self._accountant.take(need - self._scratch_rows_bytes, f"scratch for {rows} rows")
             self._scratch_rows_bytes = need
+        self._most_rows, self._most_cell_rows = max(self._most_rows, rows), max(self._most_cell_rows, cell_rows)
 
     def _count_scratch(self) -> None:
         # The threads' own scratch is known only after a step: it depends on the kernels and on how attention was cut.

@@ -30,7 +30,8 @@ class Work:
 
 @dataclass(slots=True)
 class _Entry:
-    """`drafted` rows beyond the known ones are guesses that a decoding request may check; `spent` is the work of its turn so far."""
+    """`drafted` rows beyond the known ones are guesses that a decoding request may check, or drawn in the step; `spent` is the work of its
+    turn so far."""
 
     known: int
     computed: int
@@ -85,7 +86,8 @@ class Scheduler:
         self._entries[request].known += tokens
 
     def draft(self, request: int, tokens: int) -> None:
-        """So many guessed tokens may be computed after the known one of a decoding request, with logits, where a step has room."""
+        """So many tokens, guessed or drawn in the step, may be computed after the known one of a decoding request, with logits, where there
+        is room."""
         self._entries[request].drafted = tokens
 
     def finish(self, request: int, rows: int) -> None:
