@@ -300,6 +300,7 @@ QUAFF_INLINE void int_tile(const LinearArgs& a, const Panels& p, Tokens& x, int6
                 __builtin_prefetch(out + r * kLanes, 1, 3);
         }
     const bool passes_l1 = !prepared && read != Codes::kByte && p.panel_stride >= kPassesL1; // with bytes memory is slow enough
+    const int64_t ahead = read == Codes::kByte ? a.ahead_bytes / 2 : a.ahead_bytes;          // bytes are multiplied twice as fast
     typename V::F acc[R][T];
 #pragma GCC unroll 4
     for (int r = 0; r < R; r++)
@@ -317,13 +318,28 @@ QUAFF_INLINE void int_tile(const LinearArgs& a, const Panels& p, Tokens& x, int6
             }
         codes += count == kChunk ? p.codes_at : p.last_codes_at;
         const int8_t* chunk_q = x.q + g0 * G;
+        const int64_t q_stride = x.q_stride;
         for (int64_t i0 = 0; i0 < count; i0 += 32 / G) {
             const int64_t b = i0 * G / 32;
+            const int8_t*
+                thirds[(T + 2) / 3]; // a token's codes are two strides at most from one of these: so far an address can say by itself
+#pragma GCC unroll 4
+            for (int t = 0; t < T; t += 3)
+                thirds[t / 3] = chunk_q + b * 32 + t * q_stride;
             if constexpr (several)
                 x.ahead.fetch();
             if (passes_l1 && b % 2 == 0)
                 for (int t = 0; t < T; t++)
-                    __builtin_prefetch(chunk_q + t * x.q_stride + b * 32 + kTokenBytesAhead, 0, 3);
+                    __builtin_prefetch(chunk_q + t * q_stride + b * 32 + kTokenBytesAhead, 0, 3);
+            if constexpr (!several && !prepared)
+                if (ahead) {
+                    const uint8_t* from = codes + b * group_bytes + ahead;
+#pragma GCC unroll 8
+                    for (int line = 0; line < int(group_bytes / 64); line++)
+                        __builtin_prefetch(from + 64 * line, 0, 3);
+                    if (b % 2 == 0) // scales are about as many more
+                        __builtin_prefetch(from + group_bytes, 0, 3);
+                }
             if constexpr (!prepared && read == Codes::kNibblePair) // in order: the last lines are read beside the first
                 for (int line = 0; line < planes(read).low; line++)
                     __builtin_prefetch(codes + b * group_bytes + 64 * line, 0, 3);
@@ -353,7 +369,7 @@ QUAFF_INLINE void int_tile(const LinearArgs& a, const Panels& p, Tokens& x, int6
                         }
 #pragma GCC unroll 8
                         for (int t = 0; t < T; t++) {
-                            const int8_t* q = chunk_q + t * x.q_stride + b * 32 + k4 * 4;
+                            const int8_t* q = thirds[t / 3] + t % 3 * q_stride + k4 * 4;
 #pragma GCC unroll 4
                             for (int r = 0; r < R; r++)
                                 D::template dot<bits>(part[r][t], w[r], q);
@@ -367,15 +383,16 @@ QUAFF_INLINE void int_tile(const LinearArgs& a, const Panels& p, Tokens& x, int6
                             sum[r][t] = first ? V::iadd(sum[r][t], dot) : dot;
                         }
                 }
+                const Cell* after = cells;
                 if constexpr (shifted(source))
-                    asm volatile("" ::: "memory"); // or the starts of all tokens, which are bases too, would stay in registers
+                    asm("" : "+r"(after)); // or the starts of all tokens, which are bases too, would stay in registers
 #pragma GCC unroll 4
                 for (int r = 0; r < R; r++) {
                     const float* at = scales + i * stride.group + r * stride.panel;
 #pragma GCC unroll 8
                     for (int t = 0; t < T; t++) {
-                        const int32_t step = cells[t].step[i];
-                        const typename V::F base = has_min ? V::from_bits(V::iset(cells[t].start[i])) : V::set(cells[t].other[i]);
+                        const int32_t step = after[t].step[i];
+                        const typename V::F base = has_min ? V::from_bits(V::iset(after[t].start[i])) : V::set(after[t].other[i]);
                         const typename V::F dot = shifted(source) ? V::sub(V::from_bits(sum[r][t]), base) : V::to_float(sum[r][t]);
                         const typename V::F scale = prepared ? V::load(at + step) : V::mul(V::load(at), V::from_bits(V::iset(step)));
                         acc[r][t] = V::fma(dot, scale, acc[r][t]);
@@ -384,7 +401,7 @@ QUAFF_INLINE void int_tile(const LinearArgs& a, const Panels& p, Tokens& x, int6
                         const typename V::F min = V::load(at + stride.min);
 #pragma GCC unroll 8
                         for (int t = 0; t < T; t++)
-                            acc[r][t] = V::fma(min, V::set(cells[t].other[i]), acc[r][t]);
+                            acc[r][t] = V::fma(min, V::set(after[t].other[i]), acc[r][t]);
                     }
                 }
             }

@@ -149,6 +149,8 @@ struct LinearArgs {
     const int32_t* row_map;
     bool accumulate;    // out = out + acc (residual) instead of out = acc
     const Weight* next; // whose panels are wanted after those of w, or null
+    // How long before its use a tile that passes over panels alone asks for them; 0 where the processor's own prefetcher does it better.
+    int64_t ahead_bytes;
 };
 
 inline constexpr int64_t kMaxHeadDim = 1024; // of keys and of values: latent attention has 576 and 512

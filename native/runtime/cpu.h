@@ -1,6 +1,8 @@
 // What this processor and this process may use. Built without ISA flags.
 #pragma once
 
+#include <cstdint>
+
 namespace quaff {
 
 struct CpuFeatures {
@@ -11,6 +13,9 @@ struct CpuFeatures {
 };
 
 CpuFeatures cpu_features();
+
+// LinearArgs::ahead_bytes of this processor.
+int64_t fetch_ahead_bytes();
 
 // min(affinity, cgroup quota rounded up, physical cores of the affinity mask), at least 1.
 int default_threads();

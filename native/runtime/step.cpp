@@ -1,4 +1,5 @@
 #include "step.h"
+#include "cpu.h"
 #include "pack/memory.h"
 #include "step_run.h"
 
@@ -49,7 +50,7 @@ uint8_t* Arena::reserve(size_t bytes) {
     return memory_.get();
 }
 
-Runtime::Runtime(int threads) : pool_(threads) {
+Runtime::Runtime(int threads) : pool_(threads), ahead_bytes_(fetch_ahead_bytes()) {
     if (threads < 1 || threads > 1024)
         throw std::invalid_argument("threads must be 1 to 1024, not " + std::to_string(threads));
 }

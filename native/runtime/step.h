@@ -86,6 +86,7 @@ public:
 private:
     friend class StepRun;
     ThreadPool pool_;
+    const int64_t ahead_bytes_; // of linear ops
     Arena residual_, buffers_, workers_, parts_;
     int64_t owned_ = 0, shared_ = 0, expected_ = 0;
 };

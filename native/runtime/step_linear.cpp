@@ -23,6 +23,7 @@ LinearArgs StepRun::linear_args(const Weight& w, const Op& op, int64_t first, in
     LinearArgs a{};
     a.w = &w;
     a.rows = rows;
+    a.ahead_bytes = rt_.ahead_bytes_;
     if (op.inputs[0] != kNone && w.scales != Scales::kNone) {
         a.x = x;
     } else {

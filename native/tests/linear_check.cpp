@@ -5,6 +5,7 @@
 #include "numerics.h"
 #include "pack/memory.h"
 #include "pack/pack.h"
+#include "runtime/cpu.h"
 #include "runtime/dispatch.h"
 #include "runtime/threads.h"
 
@@ -169,9 +170,10 @@ bool agrees(const KernelTable& table, const Weight& w, const Activations& a, boo
             to = extras ? to + value : value;
         }
     Aligned<uint8_t> scratch(linear_scratch_bytes(w));
-    const LinearArgs args{
-        &w,     a.rows, &a.view, a.x.data(), a.cols, extras ? bias.data() : nullptr, out.data(), w.rows + 3, extras ? map.data() : nullptr,
-        extras, nullptr};
+    const LinearArgs args{&w,         a.rows,     &a.view,
+                          a.x.data(), a.cols,     extras ? bias.data() : nullptr,
+                          out.data(), w.rows + 3, extras ? map.data() : nullptr,
+                          extras,     nullptr,    any(0, 1) * 512};
     const auto kernel = integer ? table.linear_int : table.linear_float;
     const int64_t cut = any(0, int(panel_count(w)));
     kernel(&args, 0, cut, scratch.p);
@@ -261,7 +263,8 @@ void speed(const std::string& only, int threads) {
                 const Activations a(tokens, cols);
                 std::vector<float> out(size_t(tokens * rows));
                 Weight w = packed.w;
-                const LinearArgs args{&w, tokens, &a.view, a.x.data(), cols, nullptr, out.data(), rows, nullptr, false, nullptr};
+                const LinearArgs args{&w,         tokens, &a.view, a.x.data(), cols,    nullptr,
+                                      out.data(), rows,   nullptr, false,      nullptr, fetch_ahead_bytes()};
                 const int64_t unit =
                     tokens > 6 ? panels_at_once(packed.w) : std::max<int64_t>(1, std::min(panels / (4 * threads), kBlock / w.panel_bytes));
                 const int64_t passes = tokens > 6 ? 1 : copies;
