@@ -41,7 +41,7 @@ template <class D> static constexpr KernelTable make_table(const char* isa) {
         .attend_f32 = kernels::attend<V, float>,
         .attend_parts = kernels::attend_parts<V>,
         .attend_merge = kernels::attend_merge<V>,
-        .attend_tile = V::kAttendRows,
+        .attend_tile = kTilesTogether * V::kAttendRows,
         .linear_int = linear::linear_int<D>,
         .linear_float = linear::linear_float<D>,
         .row_max = kernels::row_max<V>,

@@ -115,6 +115,13 @@ struct VecAvx512 {
         y = _mm_add_epi32(y, _mm_shuffle_epi32(y, 0x4e));
         return _mm_cvtsi128_si32(_mm_add_epi32(y, _mm_shuffle_epi32(y, 0xb1)));
     }
+    // The same folds of up to eight vectors together: lane t is that of v[t].
+    template <int T> QUAFF_INLINE static F sums(const F (&v)[T]) {
+        return folds(v, [](F x, F y) { return add(x, y); });
+    }
+    template <int T> QUAFF_INLINE static F tops(const F (&v)[T]) {
+        return folds(v, [](F x, F y) { return max(x, y); });
+    }
     QUAFF_INLINE static int32_t itop(I v) { return _mm512_reduce_max_epi32(v); }
     // The greatest lane of each of 16 vectors: every step halves the lanes of two vectors and joins them.
     QUAFF_INLINE static I itops(const I* v) {
@@ -157,6 +164,23 @@ struct VecAvx512 {
     }
 
 private:
+    // Every step joins the halves of lanes of two vectors, in the order in which a fold of one would have them.
+    template <int T, class Join> QUAFF_INLINE static F folds(const F (&v)[T], Join join) {
+        static_assert(T <= 8);
+        F a[4], b[2];
+#pragma GCC unroll 4
+        for (int i = 0; i < 4; ++i) {
+            const F x = v[2 * i < T ? 2 * i : 0], y = v[2 * i + 1 < T ? 2 * i + 1 : 0];
+            a[i] = join(_mm512_shuffle_f32x4(x, y, 0x44), _mm512_shuffle_f32x4(x, y, 0xee));
+        }
+#pragma GCC unroll 2
+        for (int i = 0; i < 2; ++i)
+            b[i] = join(_mm512_shuffle_f32x4(a[2 * i], a[2 * i + 1], 0x88), _mm512_shuffle_f32x4(a[2 * i], a[2 * i + 1], 0xdd));
+        const __m512d x = _mm512_castps_pd(b[0]), y = _mm512_castps_pd(b[1]);
+        const F c = join(_mm512_castpd_ps(_mm512_unpacklo_pd(x, y)), _mm512_castpd_ps(_mm512_unpackhi_pd(x, y)));
+        const F d = join(_mm512_shuffle_ps(c, c, 0x88), _mm512_shuffle_ps(c, c, 0xdd));
+        return _mm512_permutexvar_ps(_mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15), d);
+    }
     QUAFF_INLINE static M first(int64_t n) { return static_cast<M>((1u << n) - 1u); } // 0 <= n <= 16
 };
 

@@ -76,6 +76,10 @@ template <class Value> struct HeadPage {
     QUAFF_INLINE const uint16_t* v_scale() const { return k_scale() + kPage; }
 };
 
+template <class Value> QUAFF_INLINE const Value* head_page(const AttendArgs& args, int32_t page) {
+    return reinterpret_cast<const Value*>(args.pages[page] + args.head_offset);
+}
+
 // The state of up to V::kAttendRows rows, one a lane; q and scores are laid out so that inner loops read consecutive memory. What runs over all
 // values of a page has the number of rows, T, as a template argument.
 template <class V, class Value = int16_t> struct AttendTile {
@@ -84,12 +88,12 @@ template <class V, class Value = int16_t> struct AttendTile {
     static_assert(kRows <= kLanes);
     static constexpr bool codes = HeadPage<Value>::codes;
     static constexpr int pair = HeadPage<Value>::pair;
-    alignas(64) float m[kLanes] = {}, l[kLanes] = {}; // running maximum and sum
+    alignas(64) float m[kLanes] = {}, l[kLanes] = {}, started[kLanes] = {}; // running maximum and sum, and 1 once they are of something
     alignas(64) float page_m[kLanes] = {}, page_l[kLanes] = {}, page_v[kLanes], a[kLanes] = {}, b[kLanes] = {}, q_scale[kLanes] = {};
-    Visible visible[kRows];
-    bool started[kRows] = {};
-    float *scores, *more, *o; // [T][64], of codes of more than kDotDims dimensions another one, [T][value_dim]
-    Value *q, *p;             // [T][dim], [T][64]: what meets K and V
+    alignas(64) int32_t from[kLanes] = {}, past[kLanes] = {}; // visible positions of the page: [from, past)
+    alignas(64) float tops[kRows * kLanes];                   // the page's maximum of every sixteenth score
+    float *scores, *o;                                        // [T][64], [T][value_dim]
+    Value *q, *p;                                             // [T][dim], [T][64]: what meets K and V
     HeadPage<Value> at;
     const Value* next; // the page after the one that is walked
     int rows, dim, value_dim;
@@ -97,9 +101,9 @@ template <class V, class Value = int16_t> struct AttendTile {
 
     // The next page's values at the places of J blocks of this one, into L2: pages lie apart, and what the processor fetches by itself ends at
     // their borders. Into L1 there would be no room for them beside this page.
-    template <int J> QUAFF_INLINE void fetch(const Value* from) const {
+    template <int J> QUAFF_INLINE void fetch(const Value* values) const {
         for (int i = 0; i < J * kLanes * pair; i += 64 / int(sizeof(Value)))
-            __builtin_prefetch(next + (from - at.k) + i, 0, 2);
+            __builtin_prefetch(next + (values - at.k) + i, 0, 2);
     }
 
     QUAFF_INLINE void fetch_scales(const Value* head) const {
@@ -108,15 +112,15 @@ template <class V, class Value = int16_t> struct AttendTile {
                 __builtin_prefetch(head + int64_t{kPage} * (dim + value_dim) + i, 0, 2);
     }
 
-    // sum[t][j] += J blocks of 16 positions or dimensions at `from` times what row t has at x[t * stride]: a pair of codes each, or an f32. Sums of
+    // sum[t][j] += J blocks of 16 positions or dimensions at `values` times what row t has at x[t * stride]: a pair of codes each, or an f32. Sums of
     // codes are integers, held in F as bits: of arrays of integer vectors g++ 12 keeps copies in memory.
-    template <int T, int J> QUAFF_INLINE void multiply(F (&sum)[T][J], const Value* from, const Value* x, int64_t stride) const {
-        fetch<J>(from);
+    template <int T, int J> QUAFF_INLINE void multiply(F (&sum)[T][J], const Value* values, const Value* x, int64_t stride) const {
+        fetch<J>(values);
         if constexpr (codes) {
             typename V::Pairs y[J];
 #pragma GCC unroll 4
             for (int j = 0; j < J; ++j)
-                y[j] = V::load_pairs(from + j * kLanes * 2);
+                y[j] = V::load_pairs(values + j * kLanes * 2);
 #pragma GCC unroll 8
             for (int t = 0; t < T; ++t) {
                 const auto both = V::set_pair(x + t * stride);
@@ -128,7 +132,7 @@ template <class V, class Value = int16_t> struct AttendTile {
             F y[J];
 #pragma GCC unroll 4
             for (int j = 0; j < J; ++j)
-                y[j] = V::load(from + j * kLanes);
+                y[j] = V::load(values + j * kLanes);
 #pragma GCC unroll 8
             for (int t = 0; t < T; ++t) {
                 const F one = V::set(x[t * stride]);
@@ -139,9 +143,10 @@ template <class V, class Value = int16_t> struct AttendTile {
         }
     }
 
-    // Scores of J blocks of 16 positions. Integer sums are exact over kDotDims dimensions; f32 is one fma chain over all.
-    template <int T, int J> QUAFF_INLINE void score(int block) {
-        const Value* from = at.k + block * kLanes * pair;
+    // Scores of J blocks of 16 positions, finished, and their maxima into tops. Integer sums are exact over kDotDims dimensions; f32 is one fma chain
+    // over all. Where positions are `hidden` they count as -inf.
+    template <int T, int J, bool hidden> QUAFF_INLINE void score(int block) {
+        const Value* values = at.k + block * kLanes * pair;
         const int step = codes ? kDotDims : dim;
         for (int begin = 0; begin < dim; begin += step) {
             F s[T][J];
@@ -150,139 +155,154 @@ template <class V, class Value = int16_t> struct AttendTile {
 #pragma GCC unroll 4
                 for (int j = 0; j < J; ++j)
                     s[t][j] = V::zero();
-            for (int d = begin, end = begin + step < dim ? begin + step : dim; d < end; d += pair, from += kPage * pair)
-                multiply(s, from, q + d, dim);
-            float* to = (begin ? more : scores) + block * kLanes;
+            for (int d = begin, end = begin + step < dim ? begin + step : dim; d < end; d += pair, values += kPage * pair)
+                multiply(s, values, q + d, dim);
+            float* to = scores + block * kLanes;
+            if constexpr (codes)
+#pragma GCC unroll 8
+                for (int t = 0; t < T; ++t)
+#pragma GCC unroll 4
+                    for (int j = 0; j < J; ++j) {
+                        s[t][j] = V::to_float(V::bits(s[t][j]));
+                        if (begin)
+                            s[t][j] = V::add(V::load(to + t * kPage + j * kLanes), s[t][j]);
+                    }
+            if (begin + step >= dim)
+                finish_scores<T, J, hidden>(s, block);
 #pragma GCC unroll 8
             for (int t = 0; t < T; ++t)
 #pragma GCC unroll 4
                 for (int j = 0; j < J; ++j)
-                    V::store(to + t * kPage + j * kLanes, codes ? V::to_float(V::bits(s[t][j])) : s[t][j]);
-            if (begin)
-                for (int t = 0; t < T; ++t)
-                    for (int i = block * kLanes; i < (block + J) * kLanes; i += kLanes)
-                        V::store(scores + t * kPage + i, V::add(V::load(scores + t * kPage + i), V::load(more + t * kPage + i)));
+                    V::store(to + t * kPage + j * kLanes, s[t][j]);
         }
     }
 
-    // 16 scores of a row, finished: scales of codes, and the soft cap.
-    QUAFF_INLINE F finished(int t, int i) const {
-        F x = V::load(scores + t * kPage + i);
+    // Scales of codes, the soft cap and what is hidden.
+    template <int T, int J, bool hidden> QUAFF_INLINE void finish_scores(F (&s)[T][J], int block) {
+        F k_scale[J];
         if constexpr (codes)
-            x = V::mul(V::mul(x, V::load_bf16(at.k_scale() + i)), V::set(q_scale[t]));
-        if (cap != 0.0f)
-            x = V::mul(V::set(cap * kLog2e), tanh<V>(V::mul(x, V::set(1.0f / cap))));
-        return x;
-    }
-
-    // 16 scores from a block on -> probabilities, added to sum. Codes take the scales of V with them: what is largest becomes kPCode.
-    QUAFF_INLINE void weight(float* s, int i, F top, F& sum, F& largest) {
-        F x = power<V>(V::sub(V::load(s + i), top));
-        sum = V::add(sum, x);
-        if constexpr (codes) {
-            x = V::mul(x, V::load_bf16(at.v_scale() + i));
-            largest = V::max(largest, x);
-        }
-        V::store(s + i, x);
-    }
-
-    // Scores -> page_m, p, page_l, page_v; every position of the page is visible to every row.
-    QUAFF_INLINE void normalise_full() {
-        for (int t = 0; t < rows; ++t) {
-            F top = V::set(-__builtin_inff());
 #pragma GCC unroll 4
-            for (int i = 0; i < kPage; i += kLanes) {
-                const F x = finished(t, i);
-                V::store(scores + t * kPage + i, x);
-                top = V::max(top, x);
-            }
-            page_m[t] = V::top(top);
-        }
-        for (int t = 0; t < rows; ++t) {
-            const F top = V::set(page_m[t]);
-            F sum = V::zero(), largest = V::zero();
+            for (int j = 0; j < J; ++j)
+                k_scale[j] = V::load_bf16(at.k_scale() + (block + j) * kLanes);
+#pragma GCC unroll 8
+        for (int t = 0; t < T; ++t) {
+            F top = V::load(tops + t * kLanes);
 #pragma GCC unroll 4
-            for (int i = 0; i < kPage; i += kLanes)
-                weight(scores + t * kPage, i, top, sum, largest);
-            page_l[t] = V::sum(sum);
-            if constexpr (codes)
-                page_v[t] = V::top(largest);
-        }
-        encode_weights(0, kPage);
-    }
-
-    // The same where positions are hidden: they count as -inf for the maximum and their p is +0. Blocks outside [from, to) are hidden for all rows.
-    QUAFF_INLINE void normalise_masked(int from, int to) {
-        for (int t = 0; t < rows; ++t) {
-            float* s = scores + t * kPage;
-            const auto first = V::iset(visible[t].from - 1), past = V::iset(visible[t].to);
-            F top = V::set(-__builtin_inff()), sum = V::zero(), largest = V::zero();
-            for (int block = from; block < to; ++block) {
-                const auto position = V::iadd(V::iota(), V::iset(block * kLanes));
-                const auto seen = V::both(V::igt(position, first), V::igt(past, position));
-                const F x = V::select(seen, finished(t, block * kLanes), V::set(-__builtin_inff()));
-                V::store(s + block * kLanes, x);
+            for (int j = 0; j < J; ++j) {
+                F x = s[t][j];
+                if constexpr (codes)
+                    x = V::mul(V::mul(x, k_scale[j]), V::set(q_scale[t]));
+                if (cap != 0.0f)
+                    x = V::mul(V::set(cap * kLog2e), tanh<V>(V::mul(x, V::set(1.0f / cap))));
+                if constexpr (hidden) {
+                    const auto position = V::iadd(V::iota(), V::iset((block + j) * kLanes));
+                    const auto seen = V::both(V::igt(position, V::iset(from[t] - 1)), V::igt(V::iset(past[t]), position));
+                    x = V::select(seen, x, V::set(-__builtin_inff()));
+                }
                 top = V::max(top, x);
+                s[t][j] = x;
             }
-            page_m[t] = visible[t].from < visible[t].to ? V::top(top) : 0.0f;
-            for (int block = from; block < to; ++block)
-                weight(s, block * kLanes, V::set(page_m[t]), sum, largest);
-            page_l[t] = V::sum(sum);
-            if constexpr (codes)
-                page_v[t] = V::top(largest);
+            V::store(tops + t * kLanes, top);
         }
-        encode_weights(from * kLanes, to * kLanes);
     }
 
-    // p at positions [from, to) as codes, and in page_v what a code is worth.
-    QUAFF_INLINE void encode_weights(int from, int to) {
-        if constexpr (codes) {
-            const F top = V::load(page_v);
-            const auto tiny = V::lt(top, V::set(kTiny));
-            alignas(64) float factor[kLanes];
-            V::store(factor, V::zero_where(tiny, V::div(V::set(kPCode), top)));
-            V::store(page_v, V::zero_where(tiny, V::div(top, V::set(kPCode))));
-            for (int t = 0; t < rows; ++t)
-                for (int i = from; i < to; i += kLanes)
-                    V::store_i16(p + t * kPage + i, V::round(V::mul(V::load(scores + t * kPage + i), V::set(factor[t]))));
+    // Lane t is the fold of x[t]; what lanes from T on hold is not used.
+    template <int T> QUAFF_INLINE static F top_of_each(const F (&x)[T]) {
+        if constexpr (T > 2 && requires { V::tops(x); })
+            return V::tops(x);
+        alignas(64) float lanes[kLanes] = {};
+        for (int t = 0; t < T; ++t)
+            lanes[t] = V::top(x[t]);
+        return V::load(lanes);
+    }
+    template <int T> QUAFF_INLINE static F sum_of_each(const F (&x)[T]) {
+        if constexpr (T > 2 && requires { V::sums(x); })
+            return V::sums(x);
+        alignas(64) float lanes[kLanes] = {};
+        for (int t = 0; t < T; ++t)
+            lanes[t] = V::sum(x[t]);
+        return V::load(lanes);
+    }
+
+    // Rows that see some of the page, a truth value a lane.
+    QUAFF_INLINE typename V::M seeing() const { return V::igt(V::iload(past), V::iload(from)); }
+
+    // Scores of blocks [first, end) -> page_m, p, page_l, page_v. What lies outside is hidden for all rows, and there p is not read. Codes take the
+    // scales of V with them: what is largest becomes kPCode.
+    template <int T> QUAFF_INLINE void weights(int first, int end) {
+        F top[T], sum[T], largest[T];
+#pragma GCC unroll 8
+        for (int t = 0; t < T; ++t)
+            top[t] = V::load(tops + t * kLanes);
+        V::store(page_m, V::select(seeing(), top_of_each<T>(top), V::zero()));
+#pragma GCC unroll 8
+        for (int t = 0; t < T; ++t)
+            sum[t] = largest[t] = V::zero();
+        for (int block = first; block < end; ++block) {
+            F v_scale;
+            if constexpr (codes)
+                v_scale = V::load_bf16(at.v_scale() + block * kLanes);
+#pragma GCC unroll 8
+            for (int t = 0; t < T; ++t) {
+                float* s = scores + t * kPage + block * kLanes;
+                F x = power<V>(V::sub(V::load(s), V::set(page_m[t])));
+                sum[t] = V::add(sum[t], x);
+                if constexpr (codes) {
+                    x = V::mul(x, v_scale);
+                    largest[t] = V::max(largest[t], x);
+                }
+                V::store(s, x);
+            }
         }
+        V::store(page_l, sum_of_each<T>(sum));
+        if constexpr (codes) {
+            V::store(page_v, top_of_each<T>(largest));
+            encode_weights<T>(first, end);
+        }
+    }
+
+    // p in blocks [first, end) as codes, and in page_v what a code is worth.
+    template <int T> QUAFF_INLINE void encode_weights(int first, int end) {
+        const F top = V::load(page_v);
+        const auto tiny = V::lt(top, V::set(kTiny));
+        alignas(64) float factor[kLanes];
+        V::store(factor, V::zero_where(tiny, V::div(V::set(kPCode), top)));
+        V::store(page_v, V::zero_where(tiny, V::div(top, V::set(kPCode))));
+        for (int i = first * kLanes; i < end * kLanes; i += kLanes)
+#pragma GCC unroll 8
+            for (int t = 0; t < T; ++t)
+                V::store_i16(p + t * kPage + i, V::round(V::mul(V::load(scores + t * kPage + i), V::set(factor[t]))));
     }
 
     // (m, l) of all rows at once; a and b are what the running and the page's sums are multiplied by.
     QUAFF_INLINE void merge() {
-        const F old_m = V::load(m), new_m = V::load(page_m), old_l = V::load(l), top = V::max(old_m, new_m);
+        const F old_m = V::load(m), new_m = V::load(page_m), old_l = V::load(l), new_l = V::load(page_l), worth = V::load(page_v),
+                top = V::max(old_m, new_m);
         const F fa = power<V>(V::sub(old_m, top)), fb = power<V>(V::sub(new_m, top));
-        alignas(64) float merged_m[kLanes], merged_l[kLanes];
+        const auto seen = seeing(), begun = V::gt(V::load(started), V::zero());
         V::store(a, fa);
-        V::store(b, V::mul(fb, V::load(page_v)));
-        V::store(merged_m, top);
-        V::store(merged_l, V::fma(old_l, fa, V::mul(V::load(page_l), fb)));
-        for (int t = 0; t < rows; ++t) {
-            if (visible[t].from >= visible[t].to)
-                continue;
-            m[t] = started[t] ? merged_m[t] : page_m[t];
-            l[t] = started[t] ? merged_l[t] : page_l[t];
-            b[t] = started[t] ? b[t] : page_v[t];
-        }
+        V::store(b, V::select(begun, V::mul(fb, worth), worth));
+        V::store(m, V::select(seen, V::select(begun, top, new_m), old_m));
+        V::store(l, V::select(seen, V::select(begun, V::fma(old_l, fa, V::mul(new_l, fb)), new_l), old_l));
     }
 
-    // The page's sums of J blocks of 16 dimensions over positions [from, to): what lies outside is hidden for every row. Adding +0 at the end makes
+    // The page's sums of J blocks of 16 dimensions over positions [begin, end): what lies outside is hidden for every row. Adding +0 at the end makes
     // a sum that is zero positive, so that hidden positions (p = +0 times any finite V) never show in a sign, whether they were walked or not.
     // With `part` they are stored there, [T][value_dim], and merged later.
-    template <int T, int J> QUAFF_INLINE void weigh(int block, int from, int to, float* part) {
+    template <int T, int J> QUAFF_INLINE void weigh(int block, int begin, int end, float* part) {
         F sum[T][J];
 #pragma GCC unroll 8
         for (int t = 0; t < T; ++t)
 #pragma GCC unroll 4
             for (int j = 0; j < J; ++j)
                 sum[t][j] = V::zero();
-        const int first = from / pair, past = (to + pair - 1) / pair;
+        const int first = begin / pair, stop = (end + pair - 1) / pair;
         const Value* v = at.v() + (int64_t{first} * value_dim + block * kLanes) * pair;
-        for (int i = first; i < past; ++i, v += value_dim * pair)
+        for (int i = first; i < stop; ++i, v += value_dim * pair)
             multiply(sum, v, p + i * pair, kPage);
 #pragma GCC unroll 8
         for (int t = 0; t < T; ++t) {
-            if (visible[t].from >= visible[t].to)
+            if (from[t] >= past[t])
                 continue;
 #pragma GCC unroll 4
             for (int j = 0; j < J; ++j) {
@@ -298,30 +318,28 @@ template <class V, class Value = int16_t> struct AttendTile {
 
     QUAFF_INLINE void merge_o(int t, int at_o, F page_o) {
         const F scaled = V::mul(page_o, V::set(b[t]));
-        V::store(o + at_o, started[t] ? V::fma(V::load(o + at_o), V::set(a[t]), scaled) : scaled);
+        V::store(o + at_o, started[t] != 0.0f ? V::fma(V::load(o + at_o), V::set(a[t]), scaled) : scaled);
     }
 
     // What of a page each row sees; true when one sees any.
     QUAFF_INLINE bool see(const AttendArgs& args, int32_t page) {
         bool any = false;
         for (int t = 0; t < rows; ++t) {
-            visible[t] = visible_part(args.position[t], args.window, page);
-            any = any || visible[t].from < visible[t].to;
+            const Visible part = visible_part(args.position[t], args.window, page);
+            from[t] = part.from, past[t] = part.to;
+            any = any || part.from < part.to;
         }
         return any;
     }
 
-    QUAFF_INLINE void mark_started() {
-        for (int t = 0; t < rows; ++t)
-            started[t] = started[t] || visible[t].from < visible[t].to;
-    }
+    QUAFF_INLINE void mark_started() { V::store(started, V::select(seeing(), V::set(1.0f), V::load(started))); }
 
     // Positions that any row sees.
     QUAFF_INLINE Visible together() const {
         Visible all{kPage, 0};
         for (int t = 0; t < rows; ++t)
-            if (visible[t].from < visible[t].to)
-                all = {visible[t].from < all.from ? visible[t].from : all.from, visible[t].to > all.to ? visible[t].to : all.to};
+            if (from[t] < past[t])
+                all = {from[t] < all.from ? from[t] : all.from, past[t] > all.to ? past[t] : all.to};
         return all;
     }
 
@@ -336,16 +354,21 @@ template <class V, class Value = int16_t> struct AttendTile {
     // A page that some row sees: reduced and merged, or with `part` reduced only: m, l and v by lane, then sums [T][value_dim].
     template <int T> [[gnu::noinline]] void page(float* part) {
         const Visible all = together();
-        const int first = all.from / kLanes, past = (all.to + kLanes - 1) / kLanes;
+        const int first = all.from / kLanes, end = (all.to + kLanes - 1) / kLanes;
         bool full = true;
-        for (int t = 0; t < T; ++t)
-            full = full && visible[t].from == 0 && visible[t].to == kPage;
-        walk_blocks<V::kAttendBlocks>(first, past, [&](auto n, int block) { score<T, decltype(n)::value>(block); });
-        fetch_scales(next);
-        if (full)
-            normalise_full();
-        else
-            normalise_masked(first, past);
+        for (int t = 0; t < T; ++t) {
+            full = full && from[t] == 0 && past[t] == kPage;
+            V::store(tops + t * kLanes, V::set(-__builtin_inff()));
+        }
+        if (full) {
+            walk_blocks<V::kAttendBlocks>(0, kPage / kLanes, [&](auto n, int block) { score<T, decltype(n)::value, false>(block); });
+            fetch_scales(next);
+            weights<T>(0, kPage / kLanes);
+        } else {
+            walk_blocks<V::kAttendBlocks>(first, end, [&](auto n, int block) { score<T, decltype(n)::value, true>(block); });
+            fetch_scales(next);
+            weights<T>(first, end);
+        }
         float* sums = nullptr;
         if (part) {
             V::store(part, V::load(page_m));
@@ -360,17 +383,12 @@ template <class V, class Value = int16_t> struct AttendTile {
         mark_started();
     }
 
-    // Pages [first, past), in order; with parts, `stride` floats a page.
-    QUAFF_INLINE void walk(const AttendArgs& args, int32_t first, int32_t past, float* parts, int64_t stride) {
-        read_queries(args);
-        const auto head = [&](int32_t p) { return reinterpret_cast<const Value*>(args.pages[p] + args.head_offset); };
-        fetch_scales(head(first));
-        for (int32_t p = first; p < past; ++p, parts = parts ? parts + stride : nullptr) {
-            at = {head(p), dim, value_dim};
-            next = head(p + (p + 1 < args.past_page));
-            if (see(args, p))
-                with_rows([&](auto n) { page<decltype(n)::value>(parts); });
-        }
+    // Page p, if a row sees any of it.
+    QUAFF_INLINE void walk(const AttendArgs& args, int32_t p, float* part) {
+        at = {head_page<Value>(args, p), dim, value_dim};
+        next = head_page<Value>(args, p + (p + 1 < args.past_page));
+        if (see(args, p))
+            with_rows([&](auto n) { page<decltype(n)::value>(part); });
     }
 
     // What page left in `part`, merged as it would have done.
@@ -380,20 +398,19 @@ template <class V, class Value = int16_t> struct AttendTile {
         V::store(page_v, V::load(part + 2 * kLanes));
         merge();
         for (int t = 0; t < rows; ++t)
-            if (visible[t].from < visible[t].to)
+            if (from[t] < past[t])
                 for (int d = 0; d < value_dim; d += kLanes)
                     merge_o(t, t * value_dim + d, V::load(part + 3 * kLanes + t * value_dim + d));
         mark_started();
     }
 
-    QUAFF_INLINE explicit AttendTile(const AttendArgs& args) {
+    QUAFF_INLINE void begin(const AttendArgs& args) {
         rows = args.count;
         dim = args.dim;
         value_dim = args.value_dim;
         cap = args.cap;
         scores = args.scratch;
-        more = scores + kRows * kPage;
-        o = more + kRows * kPage;
+        o = scores + kRows * kPage;
         V::store(page_v, V::set(1.0f));
     }
 
@@ -460,23 +477,65 @@ QUAFF_INLINE PageRange pages_seen(const AttendArgs& args) {
     return {first, past};
 }
 
+// The rows of a call: up to kTilesTogether tiles, which pass over a page one after the other, so that it comes from memory once.
+template <class V, class Value = int16_t> struct AttendTiles {
+    using Tile = AttendTile<V, Value>;
+    AttendArgs args[kTilesTogether];
+    Tile tiles[kTilesTogether];
+    int count = 0;
+
+    QUAFF_INLINE explicit AttendTiles(const AttendArgs& all) {
+        for (int row = 0; row < all.count; row += Tile::kRows, ++count) {
+            AttendArgs& a = args[count] = all;
+            a.count = all.count - row < Tile::kRows ? all.count - row : Tile::kRows;
+            a.q += row, a.out += row, a.position += row;
+            a.sink = all.sink ? all.sink + row : nullptr;
+            a.scratch += count * attend_tile_floats(all.dim, all.value_dim, Tile::kRows);
+            tiles[count].begin(a);
+        }
+    }
+
+    // Pages [first, past), in order; with parts, `stride` floats a page.
+    QUAFF_INLINE void walk(int32_t first, int32_t past, float* parts, int64_t stride) {
+        for (int i = 0; i < count; ++i)
+            tiles[i].read_queries(args[i]);
+        tiles[0].fetch_scales(head_page<Value>(args[0], first));
+        for (int32_t p = first; p < past; ++p, parts = parts ? parts + stride : nullptr)
+            for (int i = 0; i < count; ++i)
+                tiles[i].walk(args[i], p, parts ? part(parts, i) : nullptr);
+    }
+
+    // What pages [first, past) left in `parts`.
+    QUAFF_INLINE void merge(int32_t first, int32_t past, float* parts, int64_t stride) {
+        for (int i = 0; i < count; ++i)
+            for (int32_t p = first; p < past; ++p)
+                if (tiles[i].see(args[i], p))
+                    tiles[i].merge_part(part(parts + (p - first) * stride, i));
+    }
+
+    QUAFF_INLINE void finish() {
+        for (int i = 0; i < count; ++i)
+            tiles[i].finish(args[i]);
+    }
+
+    QUAFF_INLINE float* part(float* of_page, int i) const { return of_page + i * (3 * kLanes + Tile::kRows * args[0].value_dim); }
+};
+
 template <class V, class Value = int16_t> static void attend(const AttendArgs* args) {
-    AttendTile<V, Value> tile(*args);
+    AttendTiles<V, Value> tiles(*args);
     const PageRange seen = pages_seen(*args);
-    tile.walk(*args, seen.first, seen.past, nullptr, 0);
-    tile.finish(*args);
+    tiles.walk(seen.first, seen.past, nullptr, 0);
+    tiles.finish();
 }
 
 template <class V> static void attend_parts(const AttendArgs* args, int32_t first, int32_t past, float* parts, int64_t stride) {
-    AttendTile<V>(*args).walk(*args, first, past, parts, stride);
+    AttendTiles<V>(*args).walk(first, past, parts, stride);
 }
 
 template <class V> static void attend_merge(const AttendArgs* args, int32_t first, int32_t past, float* parts, int64_t stride) {
-    AttendTile<V> tile(*args);
-    for (int32_t page = first; page < past; ++page, parts += stride)
-        if (tile.see(*args, page))
-            tile.merge_part(parts);
-    tile.finish(*args);
+    AttendTiles<V> tiles(*args);
+    tiles.merge(first, past, parts, stride);
+    tiles.finish();
 }
 
 // The clamp's operand order turns NaN into -65504: pages hold finite values only, and a poisoned row cannot reach others through p = +0.

@@ -22,9 +22,8 @@ size_t linear_scratch_bytes(const Weight& w) {
     return size_t(integer > dequantised ? integer : dequantised);
 }
 
-// A page of scores twice, their codes, the running o and q of a tile, and one row of q before it is encoded.
 size_t attend_scratch_floats(int32_t dim, int32_t value_dim, int tile) {
-    return static_cast<size_t>(tile) * static_cast<size_t>(dim + value_dim + 3 * kPage) + static_cast<size_t>(dim);
+    return static_cast<size_t>(kTilesTogether * attend_tile_floats(dim, value_dim, tile / kTilesTogether));
 }
 
 } // namespace quaff

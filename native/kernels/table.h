@@ -155,8 +155,16 @@ struct LinearArgs {
 
 inline constexpr int64_t kMaxHeadDim = 1024; // of keys and of values: latent attention has 576 and 512
 
+// Of a call of attend: its rows are so many tiles of registers.
+inline constexpr int kTilesTogether = 2;
+
+// Scratch of one of them: a page of scores, their codes, the running o and q, and one row of q before it is encoded.
+[[gnu::always_inline]] constexpr inline int64_t attend_tile_floats(int32_t dim, int32_t value_dim, int rows) {
+    return int64_t{rows} * (dim + value_dim + 2 * kPage) + dim;
+}
+
 struct AttendArgs {
-    int count;                    // query vectors in the tile, <= KernelTable::attend_tile; all of one sequence and KV head
+    int count;                    // query vectors, <= KernelTable::attend_tile; all of one sequence and KV head
     const float* const* q;        // [count] -> [dim], after RoPE, unscaled
     float* const* out;            // [count] -> [value_dim]
     const int32_t* position;      // [count] absolute positions

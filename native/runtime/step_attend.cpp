@@ -116,7 +116,7 @@ void StepRun::attend(const Stage& stage, const Op& op) {
 // Few tiles over many pages, as in decode: workers share the pages of a tile, then merge what they found in order.
 void StepRun::attend_shared(const Stage& stage, const Op& op, std::vector<AttendWork>& tiles, int64_t pages) {
     ++rt_.shared_;
-    const int64_t stride = 3 * kLanes + k_.attend_tile * op.ints[6];
+    const int64_t stride = kTilesTogether * 3 * kLanes + k_.attend_tile * op.ints[6];
     auto* part = reinterpret_cast<float*>(rt_.parts_.reserve(static_cast<size_t>(pages * stride) * 4));
     std::vector<AttendWork> works;
     for (AttendWork& tile : tiles) {

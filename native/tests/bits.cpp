@@ -481,7 +481,7 @@ void attention(const KernelTable& k, Lines& lines) {
             std::fill_n(q.begin() + row * dim, dim, value);
         Buffer<float> out(static_cast<size_t>(kRows * value_dim)), shared(out.size()), wide_out(out.size()),
             scratch(attend_scratch_floats(dim, value_dim, k.attend_tile));
-        Buffer<float> parts(static_cast<size_t>(kPages * (48 + k.attend_tile * value_dim)));
+        Buffer<float> parts(static_cast<size_t>(kPages * (96 + k.attend_tile * value_dim)));
         for (const int32_t window : {0, 1, 7, 64, 100})
             for (const float cap : {0.0f, 3.0f})
                 for (int order = 0; order < 3; ++order) { // ascending, scattered, all at the last position
@@ -513,7 +513,7 @@ void attention(const KernelTable& k, Lines& lines) {
                         // The same with its pages shared out: parts in another order, by blocks, then merged.
                         for (int t = 0; t < a.count; ++t)
                             shared_results[t] = shared.data() + (results[t] - out.data());
-                        const int64_t stride = 48 + k.attend_tile * value_dim;
+                        const int64_t stride = 96 + k.attend_tile * value_dim;
                         a.out = shared_results;
                         k.attend_parts(&a, 3, kPages, parts.data() + 3 * stride, stride);
                         k.attend_parts(&a, 0, 3, parts.data(), stride);
