@@ -62,8 +62,16 @@ constexpr int kScaleShift = std::countr_zero(unsigned(kScaleFraction) + 1);
 static_assert(sizeof(Cell) == 192 && kOutlierBlock % (16 * kQuantGroup) == 0);
 
 QUAFF_INLINE int64_t cell_bytes(const Weight& w) { return (w.groups / 16 + 1) * kMaxTokens * int64_t(sizeof(Cell)); }
-QUAFF_INLINE int64_t code_bytes(const Weight& w) { return w.codes == Codes::kByte ? 0 : w.cols * kLanes; }   // prepared, per panel
-QUAFF_INLINE int64_t scale_floats(const Weight& w) { return w.groups * kLanes * (kScaleSteps + w.has_min); } // the same
+// Columns of a panel that are prepared together: of long ones a part, so that several panels fit, and f32 sums wait in memory between the parts of
+// so many tokens at the most.
+constexpr int64_t kPartCols = 2048, kPartTokens = 512;
+static_assert(kPartCols % kOutlierBlock == 0);
+QUAFF_INLINE bool in_parts(const Weight& w) { return w.cols >= 4 * kPartCols; }
+QUAFF_INLINE int64_t part_groups(const Weight& w) { return in_parts(w) ? kPartCols / w.group : w.groups; }
+// Of a panel or its part, prepared; and its sums.
+QUAFF_INLINE int64_t code_bytes(const Weight& w) { return w.codes == Codes::kByte ? 0 : part_groups(w) * w.group * kLanes; }
+QUAFF_INLINE int64_t scale_floats(const Weight& w, int64_t groups) { return groups * kLanes * (kScaleSteps + w.has_min); }
+QUAFF_INLINE int64_t sum_floats(const Weight& w) { return in_parts(w) ? kPartTokens * kLanes : 0; }
 QUAFF_INLINE int64_t packed_at_once(const Weight& w) { return w.panel_bytes * 4 < kPackedBytes ? kPackedBytes / w.panel_bytes / 2 * 2 : 2; }
 
 // Panels that will most likely be claimed next: of this weight from `panel` on, or the first ones of the weight that follows. They are fetched
@@ -78,15 +86,21 @@ struct Ahead {
         at = w->data + panel * w->panel_bytes;
         end = w->data + past * w->panel_bytes;
     }
+    // `count` ranges of so many bytes, `stride` apart.
+    Ahead(const uint8_t* first, int64_t bytes, int64_t range_stride, int64_t count)
+        : at(first), end(first + bytes), stride(range_stride), skip(range_stride - bytes), left(count - 1) {}
     QUAFF_INLINE void fetch() {
         if (at < end) {
             for (int i = 0; i < kLines; i++)
                 __builtin_prefetch(at + 64 * i, 0, 2);
             at += 64 * kLines;
+        } else if (left) {
+            left--, at = end + skip, end += stride;
         }
     }
     static constexpr int kLines = 4;
     const uint8_t *at = nullptr, *end = nullptr;
+    int64_t stride = 0, skip = 0, left = 0;
 };
 
 // Codes of tokens that pass over packed panels of this size have left L1 when they are wanted again, pushed out by the panel. They are fetched so
@@ -101,6 +115,9 @@ struct Tokens {
     Cell* cells; // [ceil(groups / 16)][token]
     int64_t groups;
     Ahead ahead;
+    float* sums = nullptr; // where columns come in parts: [panel][kPartTokens][16], of the tokens from `token0` and panels from `panel0` on
+    int64_t token0 = 0, panel0 = 0;
+    bool first = true, last = true; // part
 };
 
 // Scales and minimums of the first `count` groups of a chunk as f32, [group][row]. Products are exact.
@@ -302,11 +319,20 @@ QUAFF_INLINE void int_tile(const LinearArgs& a, const Panels& p, Tokens& x, int6
     const bool passes_l1 = !prepared && read != Codes::kByte && p.panel_stride >= kPassesL1; // with bytes memory is slow enough
     const int64_t ahead = read == Codes::kByte ? a.ahead_bytes / 2 : a.ahead_bytes;          // bytes are multiplied twice as fast
     typename V::F acc[R][T];
+    float* sums = prepared && x.sums ? x.sums + ((panel - x.panel0) * kPartTokens + (token - x.token0) * R) * kLanes : nullptr;
+    if (prepared && !x.first) {
 #pragma GCC unroll 4
-    for (int r = 0; r < R; r++)
+        for (int r = 0; r < R; r++)
 #pragma GCC unroll 8
-        for (int t = 0; t < T; t++)
-            acc[r][t] = V::zero();
+            for (int t = 0; t < T; t++)
+                acc[r][t] = V::load(sums + (r * T + t) * kLanes);
+    } else {
+#pragma GCC unroll 4
+        for (int r = 0; r < R; r++)
+#pragma GCC unroll 8
+            for (int t = 0; t < T; t++)
+                acc[r][t] = V::zero();
+    }
     for (int64_t g0 = 0; g0 < groups; g0 += kChunk, cells += T) {
         const int64_t count = groups - g0 < kChunk ? groups - g0 : kChunk;
         const uint8_t* codes = p.data + g0 / kChunk * p.chunk_stride;
@@ -412,6 +438,14 @@ QUAFF_INLINE void int_tile(const LinearArgs& a, const Panels& p, Tokens& x, int6
             add_outliers<D, read, G, book, has_min>(acc, table, offset, p, x, g0 / block, of_block, stride);
         }
     }
+    if (prepared && !x.last) {
+#pragma GCC unroll 4
+        for (int r = 0; r < R; r++)
+#pragma GCC unroll 8
+            for (int t = 0; t < T; t++)
+                V::store(sums + (r * T + t) * kLanes, acc[r][t]);
+        return;
+    }
     if (!a.bias && (panel + R) * kLanes <= a.w->rows) {
 #pragma GCC unroll 8
         for (int t = 0; t < T; t++) {
@@ -440,7 +474,7 @@ QUAFF_INLINE void int_tile(const LinearArgs& a, const Panels& p, Tokens& x, int6
 template <class D, Source source, Codes codes, int G, bool has_min, bool several, int T>
 [[gnu::noinline]] static void int_panels(const LinearArgs& a, Panels p, Tokens& x, int64_t panel, int64_t count, int64_t token) {
     constexpr int R = several ? D::kPanels : 1;
-    const int64_t tile_floats = R * scale_floats(*a.w), panel_floats = strides<D, source, G>(x.groups).panel;
+    const int64_t tile_floats = R * scale_floats(*a.w, x.groups), panel_floats = strides<D, source, G>(x.groups).panel;
     static_assert(R <= kMaxPanels && T <= kMaxTokens);
     const auto next = [&](int64_t panels, int64_t floats) {
         count -= panels, panel += panels, p.data += panels * p.panel_stride;
@@ -497,15 +531,16 @@ template <Codes codes, bool book, class F> QUAFF_INLINE void with_min(const Weig
 
 // Cells of `tokens` rows from `token` on: whole cells, since the strides are whole ones; what lies past the last group is never used.
 template <class D, Source source, int G>
-[[gnu::noinline]] static void prepare_tokens(const LinearArgs& a, int32_t offset, int64_t token, int64_t tokens, Tokens& x) {
+[[gnu::noinline]] static void prepare_tokens(const LinearArgs& a, int32_t offset, int64_t token, int64_t tokens, Tokens& x,
+                                             int64_t group0 = 0) {
     using V = typename D::V;
     const QuantRows& rows = *a.x;
     const typename V::I less = V::iset(-offset), exponent = V::iset(0x7f800000), up = V::iset((23 << 23) + (1 << 22)),
                         one = V::iset(127 << 23);
     const typename V::I step_floats = V::iset(int32_t(D::kPanels * kLanes * x.groups));
     for (int64_t t = 0; t < tokens; t++) {
-        const int32_t* sums = (G == 32 ? rows.sum32 : rows.sum16) + (token + t) * rows.s_stride * (32 / G);
-        const float* scales = rows.scale + (token + t) * rows.s_stride;
+        const int32_t* sums = (G == 32 ? rows.sum32 : rows.sum16) + (token + t) * rows.s_stride * (32 / G) + group0;
+        const float* scales = rows.scale + (token + t) * rows.s_stride + group0 * G / 32;
         Cell* cell = x.cells + t;
         for (int64_t left = x.groups; left > 0; left -= 16, cell += tokens, sums += 16, scales += G / 2) {
             const typename V::I sum = V::iload(sums);
@@ -531,33 +566,33 @@ template <class D, Source source, int G>
                 V::store(cell->other, V::mul(scale, V::to_float(sum)));
         }
     }
-    x.q = rows.q + token * rows.q_stride, x.q_stride = rows.q_stride;
-    x.outliers = rows.outlier + token * rows.o_stride, x.o_stride = rows.o_stride;
+    x.q = rows.q + token * rows.q_stride + group0 * G, x.q_stride = rows.q_stride;
+    x.outliers = rows.outlier + token * rows.o_stride + group0 * G / kOutlierBlock, x.o_stride = rows.o_stride;
 }
 
-// Calls f(chunk, first weight group, groups) for every chunk of a panel.
-template <class F> QUAFF_INLINE void each_chunk(const Weight& w, const uint8_t* panel, F&& f) {
+// Calls f(chunk, its first group, groups) for every chunk of `groups` groups of a panel.
+template <class F> QUAFF_INLINE void each_chunk(const Weight& w, const uint8_t* chunk, int64_t groups, F&& f) {
     const int64_t stride = chunk_bytes(w, kChunk);
-    for (int64_t g = 0; g < w.groups; g += kChunk, panel += stride)
-        f(panel, g, w.groups - g < kChunk ? w.groups - g : kChunk);
+    for (int64_t g = 0; g < groups; g += kChunk, chunk += stride)
+        f(chunk, g, groups - g < kChunk ? groups - g : kChunk);
 }
 
 // One prepared panel: scales times each mantissa, and minimums; codes as bytes, 512 per group of 32 (byte codes stay where they are).
 template <class D, Source source, Codes codes, int G, bool book>
-[[gnu::noinline]] static void prepare_panel(const Weight& w, const uint8_t* panel, float* scales, uint8_t* to) {
+[[gnu::noinline]] static void prepare_panel(const Weight& w, const uint8_t* panel, int64_t count, float* scales, uint8_t* to) {
     using V = typename D::V;
-    const Strides stride = strides<D, source, G>(w.groups);
+    const Strides stride = strides<D, source, G>(count);
     typename D::Table table{};
     if constexpr (book)
         table = D::table(w.codebook);
-    each_chunk(w, panel, [&](const uint8_t* chunk, int64_t g, int64_t groups) {
+    each_chunk(w, panel, count, [&](const uint8_t* chunk, int64_t g, int64_t groups) {
         float* at = scales + g * stride.group;
         alignas(64) float scale[kChunk * kLanes], min[kChunk * kLanes];
         expand_scales<V>(w, chunk, groups, scale, min);
         for (int64_t i = 0; i < groups; i++, at += stride.group) {
             const typename V::F one = V::load(scale + i * kLanes);
             for (int m = 0; m < kScaleSteps; m++)
-                V::store(at + m * stride.group * w.groups, V::mul(one, V::set(1.0f + float(m) / kScaleSteps)));
+                V::store(at + m * stride.group * count, V::mul(one, V::set(1.0f + float(m) / kScaleSteps)));
             if (w.has_min)
                 V::store(at + stride.min, V::load(min + i * kLanes));
         }
@@ -606,22 +641,41 @@ static void prepared_tokens(const LinearArgs& a, Tokens& x, int64_t panel0, int6
     constexpr Source source = packed ? Source::kPackedSteps : Source::kSteps;
     const Weight& w = *a.w;
     auto* scales = reinterpret_cast<float*>(scratch);
-    const int64_t at_once = panels_at_once(w), panel_floats = scale_floats(w), stride = strides<D, source, G>(w.groups).panel;
-    auto* codes_at = reinterpret_cast<uint8_t*>(scales + at_once * panel_floats);
+    const int64_t at_once = panels_at_once(w), part = part_groups(w), part_floats = scale_floats(w, part);
+    auto* codes_at = reinterpret_cast<uint8_t*>(scales + at_once * part_floats);
+    auto* sums = reinterpret_cast<float*>(codes_at + at_once * code_bytes(w));
+    const int64_t part_bytes = part / kChunk * chunk_bytes(w, kChunk), tokens_at_once = in_parts(w) ? kPartTokens : a.rows;
     for (int64_t panel = panel0; panel < panel1; panel += at_once) {
         const int64_t count = panel1 - panel < at_once ? panel1 - panel : at_once;
-        Panels p = codes == Codes::kByte || packed ? Panels(w, panel) : Panels(w, codes_at);
-        p.scales = scales;
-        for (int64_t i = 0; i < count; i++)
-            prepare_panel<D, source, codes, G, book>(w, w.data + (panel + i) * w.panel_bytes,
-                                                     scales + i / D::kPanels * D::kPanels * panel_floats + i % D::kPanels * stride,
-                                                     codes_at + i * code_bytes(w));
-        x.ahead = Ahead(a, panel + count, panels_at_once);
-        for (int64_t token = 0; token < a.rows; token += D::kTokens) {
-            const int64_t tokens = a.rows - token < D::kTokens ? a.rows - token : D::kTokens;
-            prepare_tokens<D, source, G>(a, bits == 8 ? D::kWideOffset : w.offset, token, tokens, x);
-            with_min<codes, book>(
-                w, [&]<bool has_min>() { int_tokens<D, source, read, G, has_min, true, 1>(a, p, x, panel, count, token, tokens); });
+        for (int64_t token0 = 0; token0 < a.rows; token0 += tokens_at_once) {
+            const int64_t past = a.rows - token0 < tokens_at_once ? a.rows : token0 + tokens_at_once;
+            x.token0 = token0, x.panel0 = panel, x.sums = in_parts(w) ? sums : nullptr;
+            for (int64_t g = 0; g < w.groups; g += part) {
+                const uint8_t* data = w.data + panel * w.panel_bytes + g / part * part_bytes;
+                x.groups = w.groups - g < part ? w.groups - g : part;
+                x.first = g == 0, x.last = g + x.groups == w.groups;
+                const int64_t panel_floats = scale_floats(w, x.groups), stride = strides<D, source, G>(x.groups).panel;
+                Panels p = codes == Codes::kByte || packed ? Panels(w, panel) : Panels(w, codes_at);
+                if (codes == Codes::kByte || packed)
+                    p.data = data;
+                else
+                    p.panel_stride = part * G * kLanes;
+                p.scales = scales;
+                for (int64_t i = 0; i < count; i++)
+                    prepare_panel<D, source, codes, G, book>(w, data + i * w.panel_bytes, x.groups,
+                                                             scales + i / D::kPanels * D::kPanels * panel_floats + i % D::kPanels * stride,
+                                                             codes_at + i * code_bytes(w));
+                if (!x.last)
+                    x.ahead = Ahead(data + part_bytes, part_bytes, w.panel_bytes, count);
+                else if (past == a.rows)
+                    x.ahead = Ahead(a, panel + count, panels_at_once);
+                for (int64_t token = token0; token < past; token += D::kTokens) {
+                    const int64_t tokens = past - token < D::kTokens ? past - token : D::kTokens;
+                    prepare_tokens<D, source, G>(a, bits == 8 ? D::kWideOffset : w.offset, token, tokens, x, g);
+                    with_min<codes, book>(
+                        w, [&]<bool has_min>() { int_tokens<D, source, read, G, has_min, true, 1>(a, p, x, panel, count, token, tokens); });
+                }
+            }
         }
     }
 }
@@ -718,7 +772,7 @@ template <class D> static void dequantize_panel(const Weight& w, const uint8_t* 
             table = D::table(w.codebook);
         const typename V::I offset = V::iset(book ? 128 : w.offset);
         alignas(64) float scales[2][kChunk * kLanes];
-        each_chunk(w, panel, [&](const uint8_t* chunk, int64_t, int64_t groups) {
+        each_chunk(w, panel, w.groups, [&](const uint8_t* chunk, int64_t, int64_t groups) {
             expand_scales<V>(w, chunk, groups, scales[0], scales[1]);
             const uint8_t* from = chunk + chunk_codes_at(w, groups);
             for (int64_t k = 0; k < groups * G; k += 4, to += 4 * kLanes) {

@@ -9,7 +9,8 @@ namespace quaff {
 int64_t panels_at_once(const Weight& w) {
     if (!is_integer(w.codes))
         return linear::kMaxPanels;
-    const int64_t fit = linear::kPreparedBytes / (w.cols * kLanes + linear::scale_floats(w) * int64_t(sizeof(float)));
+    const int64_t groups = linear::part_groups(w);
+    const int64_t fit = linear::kPreparedBytes / (groups * w.group * kLanes + linear::scale_floats(w, groups) * int64_t(sizeof(float)));
     return std::clamp<int64_t>(fit / 2 * 2, 2, std::min<int64_t>(16, (panel_count(w) + 1) / 2 * 2));
 }
 
@@ -17,7 +18,9 @@ size_t linear_scratch_bytes(const Weight& w) {
     if (!is_integer(w.codes))
         return 64;
     const int64_t integer =
-        linear::cell_bytes(w) + panels_at_once(w) * (linear::code_bytes(w) + linear::scale_floats(w) * int64_t(sizeof(float)));
+        linear::cell_bytes(w) +
+        panels_at_once(w) *
+            (linear::code_bytes(w) + (linear::scale_floats(w, linear::part_groups(w)) + linear::sum_floats(w)) * int64_t(sizeof(float)));
     const int64_t dequantised = linear::kMaxFloatPanels * w.cols * kLanes * 4;
     return size_t(integer > dequantised ? integer : dequantised);
 }
