@@ -72,7 +72,7 @@ QUAFF_INLINE int64_t part_groups(const Weight& w) { return in_parts(w) ? kPartCo
 QUAFF_INLINE int64_t code_bytes(const Weight& w) { return w.codes == Codes::kByte ? 0 : part_groups(w) * w.group * kLanes; }
 QUAFF_INLINE int64_t scale_floats(const Weight& w, int64_t groups) { return groups * kLanes * (kScaleSteps + w.has_min); }
 QUAFF_INLINE int64_t sum_floats(const Weight& w) { return in_parts(w) ? kPartTokens * kLanes : 0; }
-QUAFF_INLINE int64_t packed_at_once(const Weight& w) { return w.panel_bytes * 4 < kPackedBytes ? kPackedBytes / w.panel_bytes / 2 * 2 : 2; }
+int64_t packed_at_once(const Weight& w); // panels of kPackedBytes
 
 // Panels that will most likely be claimed next: of this weight from `panel` on, or the first ones of the weight that follows. They are fetched
 // into L2 while tokens pass over those before them, a few lines for every group: many at once would hold up the tile until memory has answered.

@@ -14,6 +14,8 @@ int64_t panels_at_once(const Weight& w) {
     return std::clamp<int64_t>(fit / 2 * 2, 2, std::min<int64_t>(16, (panel_count(w) + 1) / 2 * 2));
 }
 
+int64_t linear::packed_at_once(const Weight& w) { return w.panel_bytes * 4 < kPackedBytes ? kPackedBytes / w.panel_bytes / 2 * 2 : 2; }
+
 size_t linear_scratch_bytes(const Weight& w) {
     if (!is_integer(w.codes))
         return 64;
