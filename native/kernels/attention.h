@@ -360,15 +360,12 @@ template <class V, class Value = int16_t> struct AttendTile {
             full = full && from[t] == 0 && past[t] == kPage;
             V::store(tops + t * kLanes, V::set(-__builtin_inff()));
         }
-        if (full) {
-            walk_blocks<V::kAttendBlocks>(0, kPage / kLanes, [&](auto n, int block) { score<T, decltype(n)::value, false>(block); });
-            fetch_scales(next);
-            weights<T>(0, kPage / kLanes);
-        } else {
+        if (full)
+            walk_blocks<V::kAttendBlocks>(first, end, [&](auto n, int block) { score<T, decltype(n)::value, false>(block); });
+        else
             walk_blocks<V::kAttendBlocks>(first, end, [&](auto n, int block) { score<T, decltype(n)::value, true>(block); });
-            fetch_scales(next);
-            weights<T>(first, end);
-        }
+        fetch_scales(next);
+        weights<T>(first, end);
         float* sums = nullptr;
         if (part) {
             V::store(part, V::load(page_m));
