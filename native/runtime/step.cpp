@@ -35,8 +35,8 @@ size_t buffer_bytes(const Buffer& b, int64_t rows) {
 }
 
 // Rows that make it worth every worker's while to unpack all weights for its own rows: what one core writes is then read by the same core.
-// Blocks begin at whole units and whole tiles of 2, 3, 4 or 6 rows.
-constexpr int64_t kRowsPerBlock = 120, kRowsPerTiles = 12;
+// Blocks begin at whole units and whole tiles of 2, 3 or 6 rows.
+constexpr int64_t kRowsPerBlock = 120, kRowsPerTiles = 6;
 
 } // namespace
 
@@ -424,7 +424,7 @@ std::vector<int64_t> StepRun::row_blocks() const {
     const int64_t n = cell_size(), threads = rt_.threads(), blocks = n >= kRowsPerBlock * threads ? threads : 1;
     std::vector<int64_t> rows;
     for (int64_t b = 0; b < blocks; ++b)
-        rows.push_back(n * b / blocks / kRowsPerTiles * kRowsPerTiles);
+        rows.push_back((n * b / blocks + kRowsPerTiles / 2) / kRowsPerTiles * kRowsPerTiles);
     rows.push_back(n);
     return rows;
 }
