@@ -363,6 +363,7 @@ void bind_step(nb::module_& m) {
         .def_prop_ro("scratch_bytes", &Runtime::scratch_bytes)
         .def_prop_ro("pulse", &Runtime::pulse)
         .def_prop_ro("owned_launches", &Runtime::owned_launches)
+        .def_prop_ro("joined_launches", &Runtime::joined_launches)
         .def_prop_ro("shared_launches", &Runtime::shared_launches)
         .def_prop_ro("expected_launches", &Runtime::expected_launches)
         .def(

@@ -583,12 +583,14 @@ void dequantize_rows(const Weight& w, int64_t row0, int64_t count, float* out) {
     }
     std::vector<int8_t> code(size_t(w.cols));
     std::vector<float> scale(size_t(w.groups)), min(size_t(w.groups));
-    for (int64_t row = row0; row < row0 + count; row++, out += w.cols) {
+    for (int64_t row = row0; row < row0 + count; row++) {
         unpack_rows(w, row, 1, code.data(), scale.data(), min.data());
-        for (int64_t k = 0; k < w.cols; k++) {
-            const float product = scale[size_t(k / w.group)] * float(code[size_t(k)]);
-            out[k] = w.has_min ? product + min[size_t(k / w.group)] : product;
-        }
+        const int8_t* c = code.data();
+        for (int64_t g = 0; g < w.groups; g++, c += w.group, out += w.group)
+            for (int64_t k = 0; k < w.group; k++) {
+                const float product = scale[size_t(g)] * float(c[k]);
+                out[k] = w.has_min ? product + min[size_t(g)] : product;
+            }
     }
 }
 

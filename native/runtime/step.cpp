@@ -37,6 +37,7 @@ size_t buffer_bytes(const Buffer& b, int64_t rows) {
 // Rows that make it worth every worker's while to unpack all weights for its own rows: what one core writes is then read by the same core.
 // Blocks begin at whole units and whole tiles of 2, 3 or 6 rows.
 constexpr int64_t kRowsPerBlock = 120, kRowsPerTiles = 6;
+static_assert(kRowsPerTiles % kRowsPerUnit == 0); // the same rows are a worker's own in every op
 
 } // namespace
 
@@ -355,7 +356,15 @@ void StepRun::run_stage(size_t index) {
         result_.counters.head_rows += cell_size();
     size_t at_op = in_.profile ? first_op_[index] : 0;
     const bool expects = model_.in_memory && cell_size() <= kFewRows && rt_.threads() > 1 && rt_.threads() <= kFewWorkers;
+    const bool owned = row_blocks().size() > 2 && !in_.profile; // a profile has the time of each op alone
+    const auto tell = [&] {
+        const Counters& c = result_.counters;
+        control_.work_done.store(c.macs + c.attention_macs + c.state_macs + c.head_macs, std::memory_order_relaxed);
+    };
     for (const Op& op : program_->ops) {
+        chained_ = owned && row_by_row(op);
+        if (!chained_)
+            run_chain();
         if (expects && op.kind == OpKind::kLinear)
             if (const auto [next_stage, next] = next_linear(index, static_cast<size_t>(&op - program_->ops.data()) + 1); next)
                 expect_weights(*next_stage, *next);
@@ -364,9 +373,39 @@ void StepRun::run_stage(size_t index) {
         if (in_.profile)
             result_.op_seconds[at_op++] += std::chrono::duration<double>(Clock::now() - begin).count();
         ++result_.counters.launches;
-        const Counters& c = result_.counters;
-        control_.work_done.store(c.macs + c.attention_macs + c.state_macs + c.head_macs, std::memory_order_relaxed);
+        if (!chained_)
+            tell();
     }
+    run_chain();
+    tell();
+}
+
+bool StepRun::row_by_row(const Op& op) const {
+    switch (op.kind) {
+    case OpKind::kRmsNorm:
+    case OpKind::kRope:
+    case OpKind::kAdd:
+    case OpKind::kSplit:
+    case OpKind::kConcat:
+    case OpKind::kHeadLinear:
+        return true;
+    case OpKind::kQuantize:
+    case OpKind::kGlu:
+        return !program_->buffer(op.inputs[0]).by_slots;
+    case OpKind::kLinear:
+        return std::find(op.outputs.begin(), op.outputs.end(), kLogits) == op.outputs.end();
+    default:
+        return false;
+    }
+}
+
+// What lies between two barriers: a worker goes on to the next op with his own rows while others are still at the one before.
+void StepRun::run_chain() {
+    if (chain_.empty())
+        return;
+    rt_.joined_ += static_cast<int64_t>(chain_.size()) - 1;
+    rt_.pool_.run(chain_);
+    chain_.clear();
 }
 
 void StepRun::run_op(const Stage& stage, const Op& op, bool tail) {
@@ -376,7 +415,7 @@ void StepRun::run_op(const Stage& stage, const Op& op, bool tail) {
     case OpKind::kRmsNorm:
         return rms_norm(stage, op);
     case OpKind::kQuantize:
-        return each_of(op.inputs[0], [&](int64_t i, int) { quantize(buffer_row(op.inputs[0], i), op.outputs[0], i, op.ints[0]); });
+        return each_of(op.inputs[0], [this, &op](int64_t i, int) { quantize(buffer_row(op.inputs[0], i), op.outputs[0], i, op.ints[0]); });
     case OpKind::kLinear:
         return linear(stage, op, tail);
     case OpKind::kRope:
@@ -465,7 +504,7 @@ void StepRun::read_embeddings(const ModelWeight& table, const Op& op) {
 void StepRun::rms_norm(const Stage& stage, const Op& op) {
     const std::vector<float>& w = weight(stage, op.weights[0]).vector;
     const auto n = static_cast<int64_t>(w.size());
-    each_row([&](int64_t i, int worker) {
+    each_row([this, &op, &w, n](int64_t i, int worker) {
         const float* x = source_row(op.inputs[0], i);
         float* y = result_row(op, i, worker);
         for (int64_t h = 0; h < op.ints[0]; ++h) {
@@ -480,7 +519,7 @@ void StepRun::rms_norm(const Stage& stage, const Op& op) {
 
 void StepRun::rope(const Op& op) {
     const RopeTable& table = *model_.ropes[static_cast<size_t>(op.ints[0])];
-    each_row([&](int64_t i, int) {
+    each_row([this, &op, &table](int64_t i, int) {
         k_.rope(buffer_row(op.inputs[0], i), table.row(position_of(i)), op.ints[1], op.ints[2], table.rotary_dim() / 2, op.ints[3] != 0);
     });
 }
@@ -488,7 +527,7 @@ void StepRun::rope(const Op& op) {
 void StepRun::glu(const Op& op) {
     const int64_t n = program_->buffer(op.inputs[0]).width;
     const auto act = op.ints[0] == 0 ? k_.swiglu : op.ints[0] == 1 ? k_.geglu_tanh : k_.sigmoid_gate;
-    each_of(op.inputs[0], [&](int64_t i, int worker) {
+    each_of(op.inputs[0], [this, &op, n, act](int64_t i, int worker) {
         float* y = result_row(op, i, worker);
         const float *gate = buffer_row(op.inputs[0], i), *up = buffer_row(op.inputs[1], i);
         if (op.ints[0] == 3)
@@ -501,7 +540,7 @@ void StepRun::glu(const Op& op) {
 }
 
 void StepRun::split(const Op& op) {
-    each_row([&](int64_t i, int) {
+    each_row([this, &op](int64_t i, int) {
         const float* x = buffer_row(op.inputs[0], i);
         for (int64_t head = 0; head < op.ints[0]; ++head)
             for (size_t part = 0; part < op.outputs.size(); ++part) {
@@ -514,7 +553,7 @@ void StepRun::split(const Op& op) {
 
 void StepRun::add(const Op& op) {
     const float by = op.floats[0];
-    each_row([&](int64_t i, int) {
+    each_row([this, &op, by](int64_t i, int) {
         if (by == 1.0f)
             k_.add(source_row(op.outputs[0], i), buffer_row(op.inputs[0], i), source_width(op.outputs[0]));
         else
@@ -544,7 +583,7 @@ void StepRun::scale(const Op& op) {
 
 void StepRun::concat(const Op& op) {
     const int64_t heads = op.ints[0], n = program_->buffer(op.inputs[0]).width / heads, m = program_->buffer(op.inputs[1]).width / heads;
-    each_row([&](int64_t i, int) {
+    each_row([this, &op, heads, n, m](int64_t i, int) {
         const float *a = buffer_row(op.inputs[0], i), *b = buffer_row(op.inputs[1], i);
         float* y = buffer_row(op.outputs[0], i);
         for (int64_t h = 0; h < heads; ++h)

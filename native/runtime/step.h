@@ -73,9 +73,10 @@ public:
     int threads() const { return pool_.size(); }
     size_t scratch_bytes() const;
     uint64_t pulse() const { return pool_.pulse(); }
-    // For tests of what ran: launches so far whose rows each worker owned a block of, those whose tiles' pages were shared out, and how often
-    // workers were told which weights come next.
+    // For tests of what ran: launches so far whose rows each worker owned a block of, those that workers came to without a barrier, those whose
+    // tiles' pages were shared out, and how often workers were told which weights come next.
     int64_t owned_launches() const { return owned_; }
+    int64_t joined_launches() const { return joined_; }
     int64_t shared_launches() const { return shared_; }
     int64_t expected_launches() const { return expected_; }
 
@@ -88,7 +89,7 @@ private:
     ThreadPool pool_;
     const int64_t ahead_bytes_; // of linear ops
     Arena residual_, buffers_, workers_, parts_;
-    int64_t owned_ = 0, shared_ = 0, expected_ = 0;
+    int64_t owned_ = 0, joined_ = 0, shared_ = 0, expected_ = 0;
 };
 
 } // namespace quaff

@@ -2,6 +2,7 @@
 #include "step_run.h"
 
 #include <algorithm>
+#include <memory>
 
 namespace quaff {
 
@@ -42,18 +43,17 @@ void StepRun::linear(const Stage& stage, const Op& op, bool tail) {
             logits_map_.push_back(logits_index_[static_cast<size_t>(row)]);
     }
     const std::vector<int64_t> bounds = row_blocks();
-    std::vector<QuantRows> x(bounds.size() - 1);
-    rt_.owned_ += x.size() > 1;
+    LinearJob job{std::vector<QuantRows>(bounds.size() - 1), {}};
+    rt_.owned_ += job.x.size() > 1;
     const Weight* next = nullptr; // few rows have their weights fetched by workers that wait (run_stage)
     if (model_.in_memory && rows > kFewRows)
         if (const auto [s, o] = next_linear(static_cast<size_t>(stage_), static_cast<size_t>(&op - program_->ops.data()) + 1); o)
             next = &weight(*s, o->weights[0]).matrix.w;
-    std::vector<LinearArgs> args; // [block][weight]
-    for (size_t b = 0; b < x.size(); ++b) {
+    for (size_t b = 0; b < job.x.size(); ++b) {
         if (op.inputs[0] != kNone)
-            x[b] = rows_from(quant(op.inputs[0]), bounds[b]);
+            job.x[b] = rows_from(quant(op.inputs[0]), bounds[b]);
         for (size_t j = 0; j < n; ++j) {
-            LinearArgs a = linear_args(weight(stage, op.weights[j]).matrix.w, op, bounds[b], bounds[b + 1] - bounds[b], &x[b]);
+            LinearArgs a = linear_args(weight(stage, op.weights[j]).matrix.w, op, bounds[b], bounds[b + 1] - bounds[b], &job.x[b]);
             a.accumulate = op.ints[1] != 0;
             if (const int32_t bias = op.weights[n + j]; bias != kNone)
                 a.bias = weight(stage, bias).vector.data();
@@ -70,7 +70,7 @@ void StepRun::linear(const Stage& stage, const Op& op, bool tail) {
                 a.out_stride = program_->buffer(out).width;
             }
             a.next = j + 1 < n ? &weight(stage, op.weights[j + 1]).matrix.w : next;
-            args.push_back(a);
+            job.args.push_back(a);
         }
     }
     for (size_t j = 0; j < n; ++j) {
@@ -81,16 +81,16 @@ void StepRun::linear(const Stage& stage, const Op& op, bool tail) {
     }
     const int64_t blocks = model_.source && !logits_map_.empty() ? model_.source->head_blocks(stage_) : 0;
     if (blocks == 0)
-        return multiply(args, n);
+        return multiply(std::move(job), n);
     for (int64_t b = 0; b < blocks; ++b) {
         const WeightSource::Block block = model_.source->head_block(stage_, b);
-        std::vector<LinearArgs> part = args;
-        for (LinearArgs& a : part) {
+        LinearJob part{{}, job.args};
+        for (LinearArgs& a : part.args) {
             a.w = &block.w;
             a.out += block.first;
             a.bias = a.bias ? a.bias + block.first : nullptr;
         }
-        multiply(part, n);
+        multiply(std::move(part), n);
     }
 }
 
@@ -186,19 +186,23 @@ void StepRun::expect_weights(const Stage& stage, const Op& op) {
 }
 
 // One launch for args[block][weight].
-void StepRun::multiply(const std::vector<LinearArgs>& args, size_t n) {
-    const size_t blocks = args.size() / n;
+void StepRun::multiply(LinearJob job, size_t n) {
+    const size_t blocks = job.args.size() / n;
     std::vector<const Weight*> weights;
     for (size_t j = 0; j < n; ++j)
-        weights.push_back(args[j].w);
-    Claims many;
-    const Claims& c = cell_size() > kFewRows ? many = claims(weights, blocks) : few_rows_claims(weights);
+        weights.push_back(job.args[j].w);
+    const auto unit = [this, n](const LinearJob& job, const Claims& c, int64_t u, int worker) {
+        const Claim& claim = c.all[static_cast<size_t>(u) % c.all.size()];
+        compute(job.args[static_cast<size_t>(u) / c.all.size() * n + claim.weight], claim.begin, claim.end, worker);
+    };
+    if (cell_size() <= kFewRows) {
+        const Claims& c = few_rows_claims(weights);
+        return rt_.pool_.run(c.bounds, [&](int64_t u, int worker) { unit(job, c, u, worker); });
+    }
     // With a block for each worker their stretches are the blocks.
-    rt_.pool_.run(c.bounds, [&](int64_t u, int worker) {
-        const auto unit = static_cast<size_t>(u);
-        const Claim& claim = c.all[unit % c.all.size()];
-        compute(args[unit / c.all.size() * n + claim.weight], claim.begin, claim.end, worker);
-    });
+    const auto both = std::make_shared<const std::pair<LinearJob, Claims>>(std::move(job), claims(weights, blocks));
+    const std::vector<int64_t>& bounds = both->second.bounds;
+    run_owned(bounds, bounds.back(), [both, unit](int64_t u, int worker) { unit(both->first, both->second, u, worker); });
 }
 
 // Every head's part of the input times a matrix of its own.
@@ -211,11 +215,10 @@ void StepRun::head_linear(const Stage& stage, const Op& op, bool tail) {
     (tail ? c.head_macs : c.macs) += cell_size() * heads * rows * cols;
     const std::vector<int64_t> bounds = row_blocks();
     rt_.owned_ += bounds.size() > 2;
-    std::vector<QuantRows> x((bounds.size() - 1) * static_cast<size_t>(heads));
-    std::vector<LinearArgs> args; // [block][head]
+    LinearJob job{std::vector<QuantRows>((bounds.size() - 1) * static_cast<size_t>(heads)), {}};
     for (size_t b = 0; b + 1 < bounds.size(); ++b)
         for (int64_t head = 0; head < heads; ++head) {
-            QuantRows& part = x[args.size()];
+            QuantRows& part = job.x[job.args.size()];
             LinearArgs a = linear_args(stack.experts[static_cast<size_t>(head)].w, op, bounds[b], bounds[b + 1] - bounds[b], &part);
             if (a.x)
                 part = part_of(rows_from(quant(op.inputs[0]), bounds[b]), head, cols);
@@ -224,9 +227,9 @@ void StepRun::head_linear(const Stage& stage, const Op& op, bool tail) {
             a.bias = bias ? bias + head * rows : nullptr;
             a.out = buffer_row(op.outputs[0], bounds[b]) + head * rows;
             a.out_stride = heads * rows;
-            args.push_back(a);
+            job.args.push_back(a);
         }
-    multiply(args, static_cast<size_t>(heads));
+    multiply(std::move(job), static_cast<size_t>(heads));
 }
 
 } // namespace quaff

@@ -13,7 +13,7 @@ constexpr size_t kAlign = 64;
 inline size_t aligned(size_t bytes) { return (bytes + kAlign - 1) / kAlign * kAlign; }
 
 // Few enough that a small cell still feeds every worker, many enough that claiming costs nothing.
-constexpr int64_t kRowsPerUnit = 4;
+constexpr int64_t kRowsPerUnit = 6;
 // Bytes of weights that a worker claims at once, at the least, when a cell has few rows: reading this much takes about 2 us.
 constexpr int64_t kBytesPerClaim = 64 << 10;
 constexpr int64_t kFewRows = 4;
@@ -72,30 +72,35 @@ private:
     int64_t capacity(const Program& program, const Buffer& b) const { return b.by_slots ? capacity_ * program.slots : capacity_; }
     // First rows of the blocks that workers own, and the end: one block each when the cell has rows enough, else one for all.
     std::vector<int64_t> row_blocks() const;
-    // Units by owner, where every worker has a block of rows; else dealt out evenly.
-    template <typename F> void run_owned(const std::vector<int64_t>& bounds, int64_t units, F&& f) {
-        if (bounds.size() == static_cast<size_t>(rt_.threads()) + 1)
+    // Units by owner, where every worker has a block of rows; else dealt out evenly. In a chain they run later, and f lives until then.
+    template <typename F> void run_owned(std::vector<int64_t> bounds, int64_t units, F f) {
+        if (chained_)
+            chain_.push_back({std::move(bounds), std::move(f)});
+        else if (bounds.size() == static_cast<size_t>(rt_.threads()) + 1)
             rt_.pool_.run(bounds, f);
         else
             rt_.pool_.run(units, f);
     }
+    // Whether an op of a cell whose rows have owners needs of each row no more than what ops before made of the same row.
+    bool row_by_row(const Op& op) const;
+    void run_chain();
     // f(cell row, worker) for every row of the cell.
-    template <typename F> void each_row(F&& f) {
+    template <typename F> void each_row(F f) {
         const int64_t n = cell_size();
         std::vector<int64_t> bounds;
         for (int64_t row : row_blocks())
             bounds.push_back((row + kRowsPerUnit - 1) / kRowsPerUnit);
-        run_owned(bounds, (n + kRowsPerUnit - 1) / kRowsPerUnit, in_units(n, f));
+        run_owned(std::move(bounds), (n + kRowsPerUnit - 1) / kRowsPerUnit, in_units(n, std::move(f)));
     }
     // f(i, worker) for every row of a buffer: those of the cell, or its slots.
-    template <typename F> void each_of(int32_t buffer, F&& f) {
+    template <typename F> void each_of(int32_t buffer, F f) {
         if (!program_->buffer(buffer).by_slots)
-            return each_row(f);
+            return each_row(std::move(f));
         const int64_t n = cell_size() * program_->slots;
-        rt_.pool_.run((n + kRowsPerUnit - 1) / kRowsPerUnit, in_units(n, f));
+        rt_.pool_.run((n + kRowsPerUnit - 1) / kRowsPerUnit, in_units(n, std::move(f)));
     }
-    template <typename F> static auto in_units(int64_t n, F& f) {
-        return [n, &f](int64_t u, int worker) {
+    template <typename F> static auto in_units(int64_t n, F f) {
+        return [n, f = std::move(f)](int64_t u, int worker) {
             for (int64_t i = u * kRowsPerUnit; i < std::min(n, (u + 1) * kRowsPerUnit); ++i)
                 f(i, worker);
         };
@@ -159,7 +164,11 @@ private:
     const Claims& few_rows_claims(const std::vector<const Weight*>& weights);
     std::pair<const Stage*, const Op*> next_linear(size_t stage, size_t op) const;
     void expect_weights(const Stage& stage, const Op& op);
-    void multiply(const std::vector<LinearArgs>& args, size_t weights);
+    struct LinearJob {
+        std::vector<QuantRows> x;     // of each block of rows; args point there
+        std::vector<LinearArgs> args; // [block][weight]
+    };
+    void multiply(LinearJob job, size_t weights);
     void head_linear(const Stage& stage, const Op& op, bool tail);
 
     // ---- step_experts.cpp ----
@@ -234,7 +243,9 @@ private:
     const Program* program_ = nullptr;
     std::vector<float*> floats_;
     std::vector<QuantRows> ints_;
-    std::vector<size_t> first_op_; // of every stage in op_seconds
+    std::vector<ThreadPool::Link> chain_; // ops of this stage that have not run yet
+    bool chained_ = false;                // the op that is looked at joins them
+    std::vector<size_t> first_op_;        // of every stage in op_seconds
     StepResult result_;
 };
 

@@ -76,7 +76,8 @@ bool ThreadPool::work(int worker) {
     bool any = false;
     std::atomic<int64_t>& done = workers_done_[static_cast<size_t>(worker)].units;
     for (int i = 0; i < size(); ++i) {
-        std::atomic<uint64_t>& state = stretches_[static_cast<size_t>((worker + i) % size())].state;
+        const auto stretch = static_cast<size_t>((worker + i) % size());
+        std::atomic<uint64_t>& state = stretches_[stretch].state;
         uint64_t s = state.load(std::memory_order_acquire);
         while (some_left(s)) {
             // One's own units in order, another's from the end: what follows the unit that he runs is on its way into his cache.
@@ -84,8 +85,13 @@ bool ThreadPool::work(int worker) {
             if (!state.compare_exchange_weak(s, rest, std::memory_order_acq_rel, std::memory_order_acquire))
                 continue;
             call_(context_, static_cast<int64_t>(i ? rest >> 32 : s & 0xffffffffu), worker);
+            const bool chain = links_.size() > 1; // read while the job cannot end
+            if (chain)
+                unit_ended(stretch);
             done.store(done.load(std::memory_order_relaxed) + 1, std::memory_order_release);
             any = true;
+            if (chain && i)
+                return true; // one's own stretch may have gone on
             s = state.load(std::memory_order_acquire);
         }
     }
@@ -129,21 +135,66 @@ bool ThreadPool::pending() const {
     return stop_.load(std::memory_order_relaxed);
 }
 
-void ThreadPool::start(Call call, void* context, const std::vector<int64_t>& bounds) {
+void ThreadPool::next_link(size_t stretch) {
+    Stretch& s = stretches_[stretch];
+    while (s.link < links_.size()) {
+        const std::vector<int64_t>& bounds = *links_[s.link++];
+        const int64_t begin = s.past + bounds[stretch], end = s.past + bounds[stretch + 1];
+        s.past += bounds.back();
+        if (begin == end)
+            continue;
+        s.left.store(end - begin, std::memory_order_relaxed);
+        return s.state.store(static_cast<uint64_t>(end) << 32 | static_cast<uint64_t>(begin), std::memory_order_release);
+    }
+}
+
+void ThreadPool::unit_ended(size_t stretch) {
+    if (stretches_[stretch].left.fetch_sub(1, std::memory_order_acq_rel) > 1)
+        return;
+    next_link(stretch);
+    epoch_.fetch_add(1); // for who went to sleep meanwhile
+    if (sleepers_.load() > 0)
+        epoch_.notify_all();
+}
+
+void ThreadPool::run(const std::vector<Link>& chain) {
+    links_.clear();
+    for (const Link& link : chain)
+        links_.push_back(&link.bounds);
+    start(
+        [](void* context, int64_t unit, int worker) {
+            const Link* link = static_cast<const std::vector<Link>*>(context)->data();
+            for (; unit >= link->bounds.back(); ++link)
+                unit -= link->bounds.back();
+            link->f(unit, worker);
+        },
+        const_cast<std::vector<Link>*>(&chain)); // read only
+}
+
+void ThreadPool::start(Call call, void* context) {
     call_ = call;
     context_ = context;
     for (int i = 0; i < threads_; ++i)
         workers_done_[static_cast<size_t>(i)].units.store(0, std::memory_order_relaxed);
+    int64_t units = 0;
+    for (const std::vector<int64_t>* bounds : links_)
+        units += bounds->back();
     // Stretches appear one by one. A worker that claims from the first already sees the whole job: call and context were set before.
-    for (size_t i = 0; i + 1 < bounds.size(); ++i)
-        stretches_[i].state.store(static_cast<uint64_t>(bounds[i + 1]) << 32 | static_cast<uint64_t>(bounds[i]), std::memory_order_release);
+    for (size_t i = 0; i < static_cast<size_t>(threads_); ++i) {
+        stretches_[i].link = 0, stretches_[i].past = 0;
+        next_link(i);
+    }
     epoch_.fetch_add(1);
     if (sleepers_.load() > 0)
         epoch_.notify_all();
-    work(0);
-    // A worker may still hold a unit. It is running, not sleeping, unless the system took its core: then yield ours.
-    while (!spin([&] { return done() == bounds.back(); }, [&] { idle(0, caller_fetched_); }))
-        std::this_thread::yield();
+    const auto ended = [&] { return done() == units; };
+    // A worker may still hold a unit, and then its stretch may go on. It is running, not sleeping, unless the system took its core: then yield ours.
+    do {
+        while (work(0)) {
+        }
+        if (!spin([&] { return ended() || (links_.size() > 1 && pending()); }, [&] { idle(0, caller_fetched_); }))
+            std::this_thread::yield();
+    } while (!ended());
 }
 
 void ThreadPool::loop(int worker) {

@@ -1,11 +1,13 @@
 // Worker threads that claim units of work one by one from atomic words: a slow or preempted worker delays only the unit it holds.
 // Units are dealt out in one stretch for each worker; who has finished his own takes from the others. So a worker mostly meets the rows it
-// wrote itself in its own cache, which matters where cores do not share one.
+// wrote itself in its own cache, which matters where cores do not share one. In a chain of jobs a stretch goes on to the next job when its own units
+// have ended, whatever others do.
 #pragma once
 #include "crew.h"
 
 #include <atomic>
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <type_traits>
 #include <vector>
@@ -56,23 +58,38 @@ public:
             return;
         }
         using Function = std::remove_cvref_t<F>;
+        links_.assign(1, &bounds);
         start([](void* context, int64_t unit, int worker) { (*static_cast<const Function*>(context))(unit, worker); },
-              const_cast<Function*>(&f), bounds); // called as const only
+              const_cast<Function*>(&f)); // called as const only
     }
+
+    // A job of a chain, as of run(bounds, f).
+    struct Link {
+        std::vector<int64_t> bounds;
+        std::function<void(int64_t unit, int worker)> f;
+    };
+    // All of them, in one job: a unit runs when all units of the links before that lie in the same worker's stretch have ended.
+    void run(const std::vector<Link>& chain);
 
 private:
     using Call = void (*)(void* context, int64_t unit, int worker);
-    void start(Call call, void* context, const std::vector<int64_t>& bounds);
+    void start(Call call, void* context);
     bool work(int worker); // runs units until none is left; true when it ran one
     void loop(int worker);
     void end();
 
     bool pending() const;
+    void next_link(size_t stretch); // makes its units claimable
+    void unit_ended(size_t stretch);
     int64_t done() const; // units of this job that have ended
 
-    // A stretch: its end in the high half, its next unit in the low half. One compare-and-swap claims a unit of the job that is current then.
+    // A stretch: its end in the high half, its next unit in the low half. One compare-and-swap claims a unit of the job that is current then. Units
+    // of a chain are numbered through, link after link.
     struct alignas(64) Stretch {
         std::atomic<uint64_t> state{0};
+        std::atomic<int64_t> left{0}; // units of a chain's link that have not ended; who ends the last one goes on to the next link
+        size_t link = 0;              // the next one
+        int64_t past = 0;             // units of the links before that
     };
     // Written by its worker only: a count that all share would travel from core to core with every unit.
     struct alignas(64) Done {
@@ -99,6 +116,7 @@ private:
     alignas(64) std::atomic<uint32_t> epoch_{0};
     std::atomic<int> sleepers_{0};
     std::atomic<bool> stop_{false};
+    std::vector<const std::vector<int64_t>*> links_; // bounds of each
     Call call_ = nullptr;
     void* context_ = nullptr;
     Crew workers_;

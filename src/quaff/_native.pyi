@@ -197,6 +197,8 @@ class Runtime:
     @property
     def owned_launches(self) -> int: ...  # linear launches so far in which every worker owned a block of rows
     @property
+    def joined_launches(self) -> int: ...  # launches so far that every worker came to with his own rows, without a barrier
+    @property
     def shared_launches(self) -> int: ...  # attention launches so far in which workers shared the pages of a tile
     @property
     def expected_launches(self) -> int: ...  # linear launches so far whose weights workers were told beforehand

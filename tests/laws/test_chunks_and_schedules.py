@@ -33,12 +33,13 @@ def test_every_chunk_size_and_schedule_gives_the_same_bits(model: Tinyrun, whole
     expected = whole(model, wholes)
     model.use(isa, threads)
     runtime = model.runner._runtime
-    owned, shared = runtime.owned_launches, runtime.shared_launches
+    owned, joined, shared = runtime.owned_launches, runtime.joined_launches, runtime.shared_launches
     for order in ORDERS:
         difference = model.read(prompt(model.vocab, LENGTH), order).difference(expected)
         assert not difference, f"{order} on {isa} with {threads} threads: {difference}"
-    # Long cells give each worker rows of his own, and single rows share out their pages, of which windows may leave too few.
-    assert (runtime.owned_launches > owned) == (threads > 1)
+    # Long cells give each worker rows of his own, with which he goes from op to op; single rows share out their pages, of which windows may
+    # leave too few.
+    assert (runtime.owned_launches > owned) == (runtime.joined_launches > joined) == (threads > 1)
     assert (runtime.shared_launches > shared) == (threads > 1) or all(kind.window for kind in model.graph.kv_kinds)
 
 
